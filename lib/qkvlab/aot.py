@@ -1,0 +1,106 @@
+"""Compile a stage for a GPU that is not present, and read what it uses. Runs in a process of its own, without the interpreter.
+
+A stage is called on meta tensors (shapes without memory); what it would launch is compiled by Triton for the target.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+
+ARCHITECTURES = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
+MMA = {"sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.sync", "sm_103": r"tcgen05\.mma|mma\.sync"}
+
+
+def compiled(stage, arch, shapes):
+    """What `stage` (a name in IMPLEMENTATIONS) launches for each (batch_size, seq_len), compiled for `arch`.
+
+    Returns a DataFrame: stage, arch, batch_size, seq_len, kernel, shared_bytes, registers, spill_bytes (stack frame
+    and local memory), mma (the matrix instruction in the PTX, '' if none). Raises RuntimeError with the compiler's words.
+    """
+    ask = json.dumps({"stage": stage, "arch": arch, "shapes": [list(shape) for shape in shapes]})
+    done = subprocess.run(
+        [sys.executable, "-m", "qkvlab.aot", ask], capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"}
+    )
+    if done.returncode:
+        raise RuntimeError(f"{stage} does not compile for {arch}:\n{done.stderr.strip()[-2000:]}")
+    return pd.DataFrame(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _planned(stage, shapes):
+    """[(batch_size, seq_len, kernel, args, meta)] of every launch, none of which takes place."""
+    import torch
+
+    from . import api, problem
+    from .kernels import launch
+
+    plan = []
+    weight = torch.empty(problem.QKV_OUT_SIZE, problem.HIDDEN_SIZE, device="meta")
+    norm = torch.empty(problem.HEAD_DIM, device="meta")
+    for batch_size, seq_len in shapes:
+        launch.recorder = lambda kernel, grid, args, meta: plan.append((batch_size, seq_len, kernel, args, meta))
+        states = torch.empty(batch_size, seq_len, problem.HIDDEN_SIZE, device="meta")
+        api.IMPLEMENTATIONS[stage].function(states, weight, weight, weight, norm, norm)
+    return plan
+
+
+def _compile(kernel, args, meta, arch):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constexprs = {name: value for name, value in meta.items() if name in kernel.arg_names}
+    options = {name: value for name, value in meta.items() if name not in constexprs}
+    signature = dict(zip(kernel.arg_names, map(_type, args))) | dict.fromkeys(constexprs, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(args) if _type(arg).startswith("*")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", ARCHITECTURES[arch], 32), options=options)
+
+
+def _type(arg):
+    if isinstance(arg, float):
+        return "fp32"
+    if isinstance(arg, int):
+        return "i32"
+    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"}
+    if hasattr(arg, "block_shape"):
+        return f"tensordesc<{names[str(arg.base.dtype).removeprefix('torch.')]}{list(arg.block_shape)}>"
+    return "*" + names[str(arg.dtype).removeprefix("torch.")]
+
+
+def _resources(cubin):
+    """(registers, bytes of stack and local memory) of the one kernel in a cubin, by cuobjdump -res-usage."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        listing = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    use = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
+    return use["REG"], use["STACK"] + use["LOCAL"]
+
+
+def main(ask):
+    rows, seen = [], {}
+    for batch_size, seq_len, kernel, args, meta in _planned(ask["stage"], ask["shapes"]):
+        key = (kernel.fn, *meta.items())
+        if key not in seen:
+            binary = _compile(kernel, args, meta, ask["arch"])
+            registers, spills = _resources(binary.asm["cubin"])
+            mma = re.search(MMA[ask["arch"]], binary.asm["ptx"])
+            seen[key] = {
+                "kernel": kernel.fn.__name__, "shared_bytes": binary.metadata.shared, "registers": registers,
+                "spill_bytes": spills, "mma": mma.group() if mma else "",
+            }  # fmt: skip
+        rows.append({"stage": ask["stage"], "arch": ask["arch"], "batch_size": batch_size, "seq_len": seq_len, **seen[key]})
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,239 @@
+"""bench(fn): a callable's latency, as the board takes it; and the PyTorch peers that the stages are held against.
+
+The protocol (SOL-ExecBench 1.0.2): for each call the arguments are copied to new addresses, 256 bytes further on, and
+the L2 is flushed by writing twice its size; a call's latency is the span from its first kernel's start to its last
+kernel's end by CUPTI, so gaps between launches count; 10 calls to warm up, 50 timed, and the median is the figure.
+Here several callables share one run: their calls are interleaved, and the order rotates.
+"""
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+import pandas as pd
+import scipy.stats
+import torch
+from tqdm.auto import tqdm
+
+from . import hardware, problem
+from .problem import UnsupportedError
+
+WARMUP, CALLS = 10, 50
+SHIFT_BYTES = 256
+CUPTI, EVENTS = "cupti", "cuda-events"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A callable with what a row says of it. A stage of api.IMPLEMENTATIONS has the same fields."""
+
+    name: str
+    function: object
+    precision: str = "unstated"
+    launches: int | None = None
+
+
+def bench(fns, cases=None, *, calls=CALLS, method=None, progress=True):
+    """Time callables with the reference's signature on `cases` (default: all 16). Returns the rows of data/runs.
+
+    fns: one callable or a list; a stage from IMPLEMENTATIONS brings its name and precision with it.
+    method: 'cupti' (the default where cupti-python is installed) or 'cuda-events', which counts launch latency too;
+    each row says which. Raises UnsupportedError without an NVIDIA GPU.
+    """
+    return summarise(measure(fns, cases, calls=calls, method=method, progress=progress))
+
+
+def measure(fns, cases=None, *, calls=CALLS, method=None, progress=True):
+    """As bench, but a row for every call: impl, precision, launches, uuid, batch_size, seq_len, call, span_us, busy_us, method, ..."""
+    if hardware.device() != "cuda":
+        raise UnsupportedError("timing needs an NVIDIA GPU; here the recorded runs in data/runs/ stand in (records.runs())")
+    fns = [_timed(fn) for fn in (fns if isinstance(fns, (list, tuple)) else [fns])]
+    cases = list(problem.cases() if cases is None else cases)
+    method = method or (CUPTI if _cupti_installed() else EVENTS)
+    rows = []
+    for case in tqdm(cases, desc=f"bench {', '.join(fn.name for fn in fns)}", disable=not progress, leave=False):
+        state = hardware.state() | {"date": date.today().isoformat(), "method": method}
+        found = _measure_case(fns, case, calls, _spans_by_cupti if method == CUPTI else _spans_by_events)
+        after = hardware.sm_clock_mhz()
+        for fn, spans in zip(fns, found):
+            for call, (span, busy, launches) in enumerate(spans):
+                rows.append({
+                    "impl": fn.name, "precision": fn.precision, "launches": launches or fn.launches, "uuid": case.uuid,
+                    "batch_size": case.batch_size, "seq_len": case.seq_len, "call": call, "span_us": span, "busy_us": busy,
+                    "sm_clock_after_mhz": after, **state,
+                })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def summarise(samples):
+    """The rows of data/runs from the calls of `measure`: per impl and case the median, mean, 5th and 95th percentile, in µs."""
+    keys = ["gpu", "impl", "precision", "uuid", "batch_size", "seq_len"]
+    rows = []
+    for key, calls in samples.groupby(keys, sort=False, dropna=False):
+        first = calls.iloc[0]
+        rows.append({
+            **dict(zip(keys, key)),
+            "launches": first.launches,
+            "median_us": calls.span_us.median(),
+            "mean_us": calls.span_us.mean(),
+            "p5_us": calls.span_us.quantile(0.05),
+            "p95_us": calls.span_us.quantile(0.95),
+            "busy_us": calls.busy_us.median(),
+            "gap_us": (calls.span_us - calls.busy_us).median(),
+            "calls": len(calls),
+            **{name: first[name] for name in ("method", "sm_clock_mhz", "sm_clock_after_mhz", "torch", "triton", "driver", "commit", "date")},
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def ratio(samples, a, b, *, confidence=0.95):
+    """How many times as long impl `a` takes as impl `b`, case by case: median over median, with a bootstrap interval.
+
+    samples: the calls of one `measure`, where both were interleaved. Returns batch_size, seq_len, ratio, low, high.
+    """
+    rows = []
+    for (batch_size, seq_len), calls in samples.groupby(["batch_size", "seq_len"], sort=False):
+        spans = [calls.span_us[calls.impl == name].to_numpy() for name in (a, b)]
+        interval = scipy.stats.bootstrap(
+            spans, lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis),
+            n_resamples=2000, confidence_level=confidence, method="percentile", rng=0,
+        ).confidence_interval  # fmt: skip
+        rows.append((batch_size, seq_len, np.median(spans[0]) / np.median(spans[1]), interval.low, interval.high))
+    return pd.DataFrame(rows, columns=["batch_size", "seq_len", "ratio", "low", "high"])
+
+
+def host_time(fns, case, *, calls=200):
+    """What a call costs the host: impl, first_ms (compilation included, if this is the process's first call), host_us (median)."""
+    rows = []
+    for fn in map(_timed, fns):
+        inputs = problem.make_inputs(case.batch_size, case.seq_len, device=hardware.device())
+        begin = time.perf_counter()
+        fn.function(*inputs)
+        torch.cuda.synchronize()
+        first = time.perf_counter() - begin
+        took = []
+        for _ in range(calls):
+            begin = time.perf_counter()
+            fn.function(*inputs)
+            took.append(time.perf_counter() - begin)
+            torch.cuda.synchronize()
+        rows.append((fn.name, case.batch_size, case.seq_len, first * 1e3, float(np.median(took)) * 1e6))
+    return pd.DataFrame(rows, columns=["impl", "batch_size", "seq_len", "first_ms", "host_us"])
+
+
+def _timed(fn):
+    return fn if hasattr(fn, "function") else Timed(getattr(fn, "__name__", type(fn).__name__), fn)
+
+
+def _measure_case(fns, case, calls, timer):
+    inputs = problem.make_inputs(case.batch_size, case.seq_len, device="cuda")
+    flush = torch.empty(2 * torch.cuda.get_device_properties(None).L2_cache_size, dtype=torch.int8, device="cuda")
+    arguments = _shifting(inputs, (WARMUP + calls) * len(fns))
+
+    def prepared():
+        args = next(arguments)
+        flush.zero_()
+        return args
+
+    for _ in range(WARMUP):
+        for fn in fns:
+            fn.function(*prepared())
+    torch.cuda.synchronize()
+    order = [(call + turn) % len(fns) for call in range(calls) for turn in range(len(fns))]
+    spans = timer([fns[i].function for i in order], prepared)
+    return [[span for i, span in zip(order, spans) if i == wanted] for wanted in range(len(fns))]
+
+
+def _shifting(inputs, times):
+    """Yield the arguments `times` times, the tensors each time copied to addresses SHIFT_BYTES further on."""
+    pools = [tensor.new_empty(tensor.nbytes + times * SHIFT_BYTES, dtype=torch.uint8) for tensor in inputs[:6]]
+    for turn in range(times):
+        moved = []
+        for tensor, pool in zip(inputs[:6], pools):
+            start = turn * SHIFT_BYTES
+            moved.append(pool[start : start + tensor.nbytes].view(torch.float32).view(tensor.shape).copy_(tensor))
+        yield (*moved, inputs.eps)
+
+
+def _spans_by_events(functions, prepared):
+    """(span µs, span µs, None) of each call: events cannot see inside a call, nor take the launch latency off."""
+    pairs = []
+    for function in functions:
+        args = prepared()
+        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        pair[0].record()
+        function(*args)
+        pair[1].record()
+        torch.cuda.synchronize()
+        pairs.append(pair)
+    return [(begin.elapsed_time(end) * 1e3,) * 2 + (None,) for begin, end in pairs]
+
+
+def _spans_by_cupti(functions, prepared):
+    """(span µs, busy µs, launches) of each call, from the GPU's own record of when each kernel, copy or fill ran."""
+    from cupti import cupti
+
+    with _activities() as (launches, device_work):
+        windows = []
+        for function in functions:
+            args = prepared()
+            begin = cupti.get_timestamp()
+            function(*args)
+            end = cupti.get_timestamp()
+            torch.cuda.synchronize()
+            windows.append((begin, end))
+    # A call's work is what the driver was asked for between its two host timestamps; correlation ids lead to it.
+    times = np.array(sorted(launches))
+    spans = []
+    for begin, end in windows:
+        first, last = np.searchsorted(times[:, 0], [begin, end])
+        ran = sorted(work for i in set(times[first:last, 1]) for work in device_work.get(i, ()))
+        if not ran:
+            raise RuntimeError("CUPTI recorded no GPU work for a call: is the callable using the GPU?")
+        starts, ends = np.array(ran).T
+        reached = np.maximum.accumulate(ends)
+        gaps = np.maximum(starts[1:] - reached[:-1], 0).sum()
+        span = reached[-1] - starts[0]
+        spans.append((span / 1e3, (span - gaps) / 1e3, len(ran)))
+    return spans
+
+
+@contextmanager
+def _activities():
+    """Record through CUPTI, inside: yields [(host start ns, correlation id)] and {correlation id: [(start, end) ns on the GPU]}."""
+    from cupti import cupti
+
+    device_kinds = [cupti.ActivityKind.CONCURRENT_KERNEL, cupti.ActivityKind.MEMCPY, cupti.ActivityKind.MEMSET]
+    host_kinds = [cupti.ActivityKind.RUNTIME, cupti.ActivityKind.DRIVER]
+    launches, device_work = [], {}
+
+    def completed(activities):
+        for activity in activities:
+            if activity.kind in device_kinds:
+                # One launch of a graph is many kernels under one correlation id.
+                device_work.setdefault(activity.correlation_id, []).append((activity.start, activity.end))
+            elif activity.kind in host_kinds:
+                launches.append((activity.start, activity.correlation_id))
+
+    for kind in device_kinds + host_kinds:
+        cupti.activity_enable(kind)
+    cupti.activity_register_callbacks(lambda: (8 * 2**20, 0), completed)
+    torch.cuda.synchronize()
+    try:
+        yield launches, device_work
+        torch.cuda.synchronize()
+        cupti.activity_flush_all(0)
+    finally:
+        for kind in device_kinds + host_kinds:
+            cupti.activity_disable(kind)
+        cupti.finalize()
+
+
+def _cupti_installed():
+    try:
+        from cupti import cupti  # noqa: F401
+    except ImportError:
+        return False
+    return True

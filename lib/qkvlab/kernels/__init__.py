@@ -1,0 +1,1 @@
+"""The stages, one file each, in the order of the story."""

@@ -1,0 +1,64 @@
+"""naive: what one writes first. A matmul kernel launched three times, a per-head RMSNorm kernel launched twice.
+
+Ledger: 5 launches; 2 * M * 1024 * 3072 FLOPs. Beside the operands it needs, each projection reads hidden_states again,
+and each norm reads and writes its 4096 bytes a token once more: 24 KiB a token where the fused kernel moves none of it.
+"""
+
+from dataclasses import asdict, dataclass
+
+import triton
+import triton.language as tl
+
+from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, operation
+from .launch import launch
+from .tile import project_tile, rms_norm, store_tile
+
+
+@dataclass(frozen=True)
+class Config:
+    BLOCK_M: int = 64
+    BLOCK_N: int = 64
+    BLOCK_K: int = 32
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@triton.jit(do_not_specialize=["M"])
+def matmul_kernel(
+    x, w, out,
+    M,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = x [M, K] @ w [N, K]^T, fp32; one program a tile."""
+    i_n, i_m = tl.program_id(0), tl.program_id(1)
+    b_out = project_tile(x, w, i_m, i_n, M, K, BLOCK_M, BLOCK_N, BLOCK_K)
+    store_tile(out, b_out, i_m, i_n, M, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def rms_norm_kernel(
+    x, weight,
+    ROWS, eps,
+    D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Normalise x [ROWS, D] fp32 in place, each row times weight [D]; a row is one head of one token."""
+    o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, D)
+    m_m = o_m[:, None] < ROWS
+    p_x = x + o_m[:, None] * D + o_d[None, :]
+    b_x = tl.load(p_x, mask=m_m, other=0.0)
+    tl.store(p_x, rms_norm(b_x, tl.load(weight + o_d), eps), mask=m_m)
+
+
+@operation
+def naive(inputs, out, config=None):
+    """The operation in five launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises."""
+    config = config or Config()
+    batch_size, seq_len, _ = inputs.hidden_states.shape
+    M = batch_size * seq_len
+    grid = (QKV_OUT_SIZE // config.BLOCK_N, triton.cdiv(M, config.BLOCK_M))
+    for weight, projected in zip(inputs[1:4], out):
+        launch(matmul_kernel, grid, inputs.hidden_states, weight, projected, M, N=QKV_OUT_SIZE, K=HIDDEN_SIZE, **asdict(config))
+    rows = M * NUM_HEADS
+    for weight, projected in zip(inputs[4:6], out):
+        launch(rms_norm_kernel, (triton.cdiv(rows, 32),), projected, weight, rows, float(inputs.eps), D=HEAD_DIM, BLOCK_M=32)

@@ -1,0 +1,170 @@
+"""The operation: its sizes, its 16 cases, its inputs, and what an argument must be.
+
+fp32 QKV projection with per-head RMSNorm, from the audio attention of gemma-3n-E4B: problem 054 of
+SOL-ExecBench, `054_audio_attention_qkv_projection_with_normalization`. Names are the benchmark's own.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from . import tables
+
+DEFINITION = "054_audio_attention_qkv_projection_with_normalization"
+HIDDEN_SIZE = 1024
+NUM_HEADS = 8
+HEAD_DIM = 128
+QKV_OUT_SIZE = NUM_HEADS * HEAD_DIM
+EPS = 1e-6
+
+
+class UnsupportedError(RuntimeError):
+    """A stage, a measurement or a GPU that cannot do this here; the message gives the reason."""
+
+
+class Inputs(NamedTuple):
+    """The operation's arguments, in the definition's order: `fn(*inputs)`. All tensors fp32 and contiguous."""
+
+    hidden_states: torch.Tensor  # [B, S, 1024]
+    q_proj_weight: torch.Tensor  # [1024, 1024] as [out, in]
+    k_proj_weight: torch.Tensor  # [1024, 1024]
+    v_proj_weight: torch.Tensor  # [1024, 1024]
+    q_norm_weight: torch.Tensor  # [128]
+    k_norm_weight: torch.Tensor  # [128]
+    eps: float = EPS
+
+
+class QKV(NamedTuple):
+    """The operation's results, each fp32 [B, S, 8, 128]; query and key are normalised head by head, value is not."""
+
+    query_states: torch.Tensor
+    key_states: torch.Tensor
+    value_states: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload of the suite. Times in µs, as published for the B200 (NaN for a shape outside the suite)."""
+
+    index: int
+    uuid: str
+    batch_size: int
+    seq_len: int
+    max_atol: float
+    max_rtol: float
+    required_matched_ratio: float
+    eps: float
+    b200_baseline_us: float
+    b200_sol_us: float
+
+    @property
+    def m(self):
+        """Rows of the GEMM: M = batch_size * seq_len."""
+        return self.batch_size * self.seq_len
+
+    def __str__(self):
+        return f"{self.batch_size}x{self.seq_len}"
+
+
+@cache
+def cases():
+    """The 16 cases in the board's own order (data/cases.csv)."""
+    columns = {name: field.type for name, field in Case.__dataclass_fields__.items()}
+    return tuple(Case(*row) for row in tables.read(tables.DATA / "cases.csv", columns).itertuples(index=False))
+
+
+def case(batch_size, seq_len):
+    """The suite's case of this shape; for any other shape one with the suite's tightest tolerance."""
+    for known in cases():
+        if (known.batch_size, known.seq_len) == (batch_size, seq_len):
+            return known
+    atol = min(known.max_atol for known in cases())
+    return Case(-1, f"{batch_size}x{seq_len}", batch_size, seq_len, atol, 1e-5, 0.99, EPS, float("nan"), float("nan"))
+
+
+def make_inputs(batch_size, seq_len, *, device, seed=0):
+    """Random inputs as the board draws them, but for the norm weights: uniform in [0.5, 1.5), where the board's are ones.
+
+    hidden_states is standard normal, the projection weights standard normal / sqrt(1024).
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device=device)
+
+    weights = [normal(QKV_OUT_SIZE, HIDDEN_SIZE) / HIDDEN_SIZE**0.5 for _ in range(3)]
+    norms = [0.5 + torch.rand(HEAD_DIM, generator=generator, device=device) for _ in range(2)]
+    return Inputs(normal(batch_size, seq_len, HIDDEN_SIZE), *weights, *norms, EPS)
+
+
+def check_arguments(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps):
+    """Raise TypeError or ValueError, naming the argument and what was expected, unless a kernel may read these as they are."""
+    tensors = Inputs(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps)._asdict()
+    del tensors["eps"]
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {tensor.dtype}")
+        if tensor.device != hidden_states.device:
+            raise ValueError(f"{name} must be on the device of hidden_states, {hidden_states.device}, got {tensor.device}")
+        if name == "hidden_states":
+            fits, expected = tensor.dim() == 3 and tensor.shape[2] == HIDDEN_SIZE, f"[batch_size, seq_len, {HIDDEN_SIZE}]"
+        elif name.endswith("proj_weight"):
+            fits, expected = tensor.shape == (QKV_OUT_SIZE, HIDDEN_SIZE), f"[{QKV_OUT_SIZE}, {HIDDEN_SIZE}]"
+        else:
+            fits, expected = tensor.shape == (HEAD_DIM,), f"[{HEAD_DIM}]"
+        if not fits:
+            raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}; pass {name}.contiguous()")
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} must start at a multiple of 16 bytes; pass {name}.clone()")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, and the kernels have no backward: call under torch.no_grad() or pass {name}.detach()")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps must be a float, got {type(eps).__name__}")
+
+
+def empty_outputs(hidden_states):
+    """Unwritten outputs: QKV of three [B, S, 8, 128] fp32 tensors, adjacent in one [3, B, S, 8, 128] allocation."""
+    batch_size, seq_len, _ = hidden_states.shape
+    return QKV(*hidden_states.new_empty(3, batch_size, seq_len, NUM_HEADS, HEAD_DIM).unbind(0))
+
+
+def checked_outputs(out, hidden_states):
+    """`out` as QKV, or TypeError / ValueError unless it is three contiguous fp32 [B, S, 8, 128] tensors beside hidden_states."""
+    out = QKV(*out)
+    shape = (*hidden_states.shape[:2], NUM_HEADS, HEAD_DIM)
+    for name, tensor in out._asdict().items():
+        if tensor.dtype != torch.float32:
+            raise TypeError(f"out: {name} must be float32, got {tensor.dtype}")
+        if tensor.shape != shape or tensor.device != hidden_states.device or not tensor.is_contiguous():
+            raise ValueError(f"out: {name} must be a contiguous {list(shape)} on {hidden_states.device}")
+    return out
+
+
+def operation(run):
+    """Make `run(inputs, out, config)`, which launches a stage's kernels, a public function with the operation's signature.
+
+    The function checks its arguments, allocates what it returns unless `out` is given, and launches nothing for an
+    empty batch. `config` overrides the stage's own heuristic.
+    """
+
+    def stage(
+        hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps=EPS, *, out=None, config=None
+    ):
+        inputs = Inputs(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps)
+        check_arguments(*inputs)
+        out = empty_outputs(hidden_states) if out is None else checked_outputs(out, hidden_states)
+        if hidden_states.numel():
+            run(inputs, out, config)
+        return out
+
+    stage.__name__ = stage.__qualname__ = run.__name__
+    stage.__module__ = run.__module__
+    stage.__doc__ = run.__doc__
+    stage.run = run
+    return stage

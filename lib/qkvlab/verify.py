@@ -1,0 +1,159 @@
+"""verify(fn): is a callable right? Held against the float64 oracle, by the board's rule and by the lab's own.
+
+The board (SOL-ExecBench 1.0.2): an element passes if |out - ref| <= max_atol + max_rtol * |ref|; a tensor passes if at
+least 99 % of its elements do and all are finite. The lab, per tensor: no element beyond 2 * max_atol, at most 0.1 %
+beyond max_atol, and a relative error (Frobenius norm) of at most 1e-3; every element written, inputs left alone, no
+memory shared. The board's norm weights are all ones; here they are random.
+"""
+
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from . import hardware, problem
+from .reference import oracle
+
+OUTLIER_FACTOR = 2.0
+OUTLIER_SHARE = 1e-3
+RELATIVE_ERROR = 1e-3
+LARGEST_M_ON_CPU = 586
+
+
+@dataclass(frozen=True)
+class Report:
+    """What verify found. `table`: a row per case, round and tensor; `passed`: every row, by both rules."""
+
+    name: str
+    table: pd.DataFrame
+
+    @property
+    def passed(self):
+        return bool(len(self.table)) and bool(self.table.board.all() and self.table.lab.all())
+
+    def __str__(self):
+        wrong = self.table[~(self.table.board & self.table.lab)]
+        head = f"{self.name}: {'right' if self.passed else 'wrong'} in {len(self.table) - len(wrong)} of {len(self.table)} tensors"
+        return "\n".join([head, *(f"  {row.case} {row.tensor}: {row.verdict}" for row in wrong.head(6).itertuples())])
+
+    __repr__ = __str__
+
+
+def verify(fn, cases=None, *, rounds=1, seed=200, progress=True):
+    """Hold `fn` against the oracle, in `rounds` rounds of fresh inputs for each case.
+
+    fn: any callable with the reference's signature, returning three fp32 tensors [B, S, 8, 128].
+    cases: problem.Case or (batch_size, seq_len) each; default: the suite, up to M = 586 where the interpreter runs it.
+    Returns a Report. An exception that fn raises is the caller's to see.
+    """
+    device = hardware.device()
+    if cases is None:
+        cases = [case for case in problem.cases() if device == "cuda" or case.m <= LARGEST_M_ON_CPU]
+    cases = [case if isinstance(case, problem.Case) else problem.case(*case) for case in cases]
+    name = getattr(fn, "name", None) or getattr(fn, "__name__", type(fn).__name__)
+    work = [(case, draw) for case in cases for draw in range(rounds)]
+    rows = []
+    for case, draw in tqdm(work, desc=f"verify {name}", disable=not progress, leave=False):
+        inputs = problem.make_inputs(case.batch_size, case.seq_len, device=device, seed=seed + draw)
+        rows += [{"case": str(case), "round": draw, **row} for row in check(fn, inputs, case)]
+    return Report(name, pd.DataFrame(rows))
+
+
+def check(fn, inputs, case):
+    """One call of `fn` on `inputs`, judged: a dict for each of the three tensors, with the keys
+
+    tensor, board (bool), lab (bool), beyond (elements beyond max_atol), worst_index, worst_value, worst_expected,
+    relative_error, verdict (one sentence).
+    """
+    before = [tensor.clone() for tensor in inputs[:6]]
+    expected = oracle(*inputs)
+    with poisoned_memory():
+        outputs = fn(*inputs)
+    if not isinstance(outputs, (tuple, list)) or len(outputs) != 3 or not all(type(out) is torch.Tensor for out in outputs):
+        raise TypeError(f"expected three tensors (query_states, key_states, value_states), got {type(outputs).__name__}")
+    faults = [
+        f"{name} was changed by the call"
+        for name, old, now in zip(inputs._fields, before, inputs)
+        if not torch.equal(old.view(torch.int32), now.view(torch.int32))
+    ]
+    named = dict(zip(problem.QKV._fields, outputs))
+    tensors = {**dict(zip(inputs._fields, inputs[:6])), **named}
+    for name, out in named.items():
+        faults += [f"{name} shares memory with {other}" for other in tensors if other != name and _overlap(out, tensors[other])]
+    return [{"tensor": name, **_judge(out, want, case, faults)} for (name, out), want in zip(named.items(), expected)]
+
+
+@contextmanager
+def poisoned_memory():
+    """Inside, memory that PyTorch hands out unwritten holds NaN: an element that nobody writes shows."""
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
+
+
+def _overlap(a, b):
+    """Whether two tensors can reach a common byte (their extents intersect)."""
+
+    def extent(tensor):
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+        return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+    if not (a.numel() and b.numel()):
+        return False
+    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
+    return a.device == b.device and a_start < b_end and b_start < a_end
+
+
+def _judge(out, expected, case, faults):
+    if out.shape != expected.shape or out.dtype != torch.float32:
+        sentence = f"is {out.dtype} {list(out.shape)}, expected torch.float32 {list(expected.shape)}"
+        return _row(False, False, 0, None, float("nan"), float("nan"), float("nan"), sentence)
+    if not out.numel():
+        return _row(True, not faults, 0, None, float("nan"), float("nan"), 0.0, "; ".join(faults) or "empty, as expected")
+    error = (out - expected).abs()
+    # An element that cannot be compared counts as infinitely wrong, but for agreement on what is not finite.
+    same = (out == expected) | (out.isnan() & expected.isnan())
+    error = error.nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
+    beyond = int((error > case.max_atol).sum())
+    flat = int(error.argmax())
+    index = tuple(int(i) for i in np.unravel_index(flat, out.shape))
+    worst, value, wanted = (float(t.flatten()[flat]) for t in (error, out, expected))
+    finite = expected.isfinite()
+    norm = float(expected[finite].norm())
+    relative = float(error[finite].norm()) / norm if norm else float(error.max())
+
+    matched = float((error <= case.max_atol + case.max_rtol * expected.abs()).double().mean())
+    zeroed = norm > 0 and not bool(out.any())
+    board = matched >= case.required_matched_ratio and bool(out.isfinite().all()) and not zeroed
+    reasons = list(faults)
+    if zeroed:
+        reasons.append("all zeros")
+    unwritten = int((out.isnan() & finite).sum())
+    if unwritten:
+        reasons.append(f"{unwritten} of {out.numel()} elements never written, or NaN")
+    if worst > OUTLIER_FACTOR * case.max_atol or beyond > OUTLIER_SHARE * out.numel():
+        reasons.append(f"{beyond} of {out.numel()} elements beyond {case.max_atol:g}")
+    if not relative <= RELATIVE_ERROR:
+        reasons.append(f"relative error {relative:.1e}, at most {RELATIVE_ERROR:g} allowed")
+    where = f"worst at {index}: {value:.6g}, expected {wanted:.6g}"
+    sentence = "; ".join([*(reasons or ([] if board else ["fails the board's rule"])), where])
+    return _row(board, not reasons, beyond, index, value, wanted, relative, sentence)
+
+
+def _row(board, lab, beyond, index, value, expected, relative, verdict):
+    return {
+        "board": board, "lab": lab, "beyond": beyond, "worst_index": index, "worst_value": value,
+        "worst_expected": expected, "relative_error": relative, "verdict": verdict,
+    }
