@@ -48,6 +48,15 @@ def qkv_rmsnorm(
     return function(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps, out=out)
 
 
+def contenders():
+    """All stages, in the order of the story, and "auto" last, for bench.bench."""
+    stages = list(IMPLEMENTATIONS.values())
+    return [
+        *stages,
+        Stage("auto", "the stage that fits the shape", qkv_rmsnorm, stages[-1].launches, stages[-1].precision, stages[-1].runs),
+    ]
+
+
 def chosen(hidden_states):
     """The name of the stage that "auto" runs on these hidden_states."""
     return "fused"

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from . import hardware, problem
 from .problem import UnsupportedError
+from .reference import reference
 
 WARMUP, CALLS = 10, 50
 SHIFT_BYTES = 256
@@ -121,6 +122,36 @@ def host_time(fns, case, *, calls=200):
             torch.cuda.synchronize()
         rows.append((fn.name, case.batch_size, case.seq_len, first * 1e3, float(np.median(took)) * 1e6))
     return pd.DataFrame(rows, columns=["impl", "batch_size", "seq_len", "first_ms", "host_us"])
+
+
+def peers():
+    """What PyTorch makes of the operation, to be timed beside the stages: eager fp32, eager tf32, torch.compile (tf32, max-autotune)."""
+    compiled = torch.compile(reference, mode="max-autotune-no-cudagraphs", dynamic=False)
+
+    def compiled_for_each_shape(*args):
+        # The default limit, 8 shapes, would send the rest of the 16 cases back to eager without a word.
+        with torch._dynamo.config.patch(recompile_limit=64):
+            return compiled(*args)
+
+    return [
+        Timed("torch_fp32", _with_tf32(reference, False), "fp32"),
+        Timed("torch_tf32", _with_tf32(reference, True), "tf32"),
+        Timed("torch_compile_tf32", _with_tf32(compiled_for_each_shape, True), "tf32"),
+    ]
+
+
+def _with_tf32(fn, allowed):
+    """`fn` with PyTorch's tf32 matmuls allowed or forbidden during the call."""
+
+    def call(*args):
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+        try:
+            return fn(*args)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+    return call
 
 
 def _timed(fn):

@@ -43,7 +43,9 @@ def gpus():
                 sm_count=entry["sm_count"],
                 dram_tb_s=entry["dram_tb_s"],
                 tflops=_by_precision(entry),
-                measured={"dram_tb_s": entry["measured"]["dram_tb_s"], **_by_precision(entry["measured"])} if "measured" in entry else {},
+                measured={"dram_tb_s": entry["measured"]["dram_tb_s"], **_by_precision(entry["measured"])}
+                if "measured" in entry
+                else {},
                 board={key: value for key, value in entry.get("board", {}).items() if key != "source"},
             )
         except KeyError as missing:
@@ -111,7 +113,9 @@ def commit():
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=9", "--exclude=*"],
-            cwd=tables.DATA.parent, capture_output=True, text=True,
+            cwd=tables.DATA.parent,
+            capture_output=True,
+            text=True,
         )
     except FileNotFoundError:
         return "unknown"

@@ -123,7 +123,9 @@ def check_arguments(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, 
         if tensor.data_ptr() % 16:
             raise ValueError(f"{name} must start at a multiple of 16 bytes; pass {name}.clone()")
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires grad, and the kernels have no backward: call under torch.no_grad() or pass {name}.detach()")
+            raise ValueError(
+                f"{name} requires grad, and the kernels have no backward: call under torch.no_grad() or pass {name}.detach()"
+            )
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps must be a float, got {type(eps).__name__}")
 
@@ -154,7 +156,16 @@ def operation(run):
     """
 
     def stage(
-        hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps=EPS, *, out=None, config=None
+        hidden_states,
+        q_proj_weight,
+        k_proj_weight,
+        v_proj_weight,
+        q_norm_weight,
+        k_norm_weight,
+        eps=EPS,
+        *,
+        out=None,
+        config=None,
     ):
         inputs = Inputs(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps)
         check_arguments(*inputs)

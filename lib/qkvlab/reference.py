@@ -9,9 +9,7 @@ from .problem import EPS, HEAD_DIM, NUM_HEADS, QKV
 def reference(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps=EPS):
     """The operation as one writes it in PyTorch, in the dtype of its arguments; shapes as in problem.Inputs and problem.QKV."""
     heads = (*hidden_states.shape[:-1], NUM_HEADS, HEAD_DIM)
-    query, key, value = (
-        F.linear(hidden_states, weight).view(heads) for weight in (q_proj_weight, k_proj_weight, v_proj_weight)
-    )
+    query, key, value = (F.linear(hidden_states, weight).view(heads) for weight in (q_proj_weight, k_proj_weight, v_proj_weight))
     return QKV(_rms_norm(query, q_norm_weight, eps), _rms_norm(key, k_norm_weight, eps), value)
 
 

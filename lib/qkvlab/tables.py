@@ -21,7 +21,9 @@ def shown(path):
 def existing(path):
     """`path` itself, or FileNotFoundError that says where the lab looks for its data."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{shown(path)} is missing: the lab runs from a checkout, with data/ beside lib/ (looked for {path})")
+        raise FileNotFoundError(
+            f"{shown(path)} is missing: the lab runs from a checkout, with data/ beside lib/ (looked for {path})"
+        )
     return Path(path)
 
 

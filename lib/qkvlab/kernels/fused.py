@@ -5,31 +5,14 @@ and scales the accumulators before they are stored. Ledger: 1 launch; the same F
 norms move is gone, and every output byte is written once.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, operation
 from .launch import launch
-from .tile import project_tile, rms_norm, store_tile
-
-
-@dataclass(frozen=True)
-class Config:
-    BLOCK_M: int
-    BLOCK_K: int
-    num_warps: int
-    num_stages: int
-
-
-def heuristic(M):
-    """M -> Config."""
-    if M <= 256:
-        return Config(BLOCK_M=32, BLOCK_K=32, num_warps=4, num_stages=4)
-    if M <= 1024:
-        return Config(BLOCK_M=64, BLOCK_K=32, num_warps=4, num_stages=3)
-    return Config(BLOCK_M=128, BLOCK_K=32, num_warps=8, num_stages=3)
+from .tile import heuristic, project_tile, rms_norm, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -58,7 +41,7 @@ def fused(inputs, out, config=None):
     """The operation in one launch: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises."""
     batch_size, seq_len, _ = inputs.hidden_states.shape
     M = batch_size * seq_len
-    config = config or heuristic(M)
+    config = config or heuristic(M, inputs.hidden_states.device)
     launch(
         fused_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
         *inputs[:6], *out, M, float(inputs.eps),

@@ -15,7 +15,6 @@ _compiled = {}
 recorder = None  # while qkvlab.aot plans a launch, called in its place
 
 
-
 def launch(kernel, grid, *args, **meta):
     """Launch `kernel` on the device and current stream of the first tensor in `args`.
 

@@ -4,30 +4,21 @@ Ledger: 5 launches; 2 * M * 1024 * 3072 FLOPs. Beside the operands it needs, eac
 and each norm reads and writes its 4096 bytes a token once more: 24 KiB a token where the fused kernel moves none of it.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, operation
 from .launch import launch
-from .tile import project_tile, rms_norm, store_tile
-
-
-@dataclass(frozen=True)
-class Config:
-    BLOCK_M: int = 64
-    BLOCK_N: int = 64
-    BLOCK_K: int = 32
-    num_warps: int = 4
-    num_stages: int = 3
+from .tile import heuristic, project_tile, rms_norm, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])
 def matmul_kernel(
     x, w, out,
     M,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = x [M, K] @ w [N, K]^T, fp32; one program a tile."""
     i_n, i_m = tl.program_id(0), tl.program_id(1)
@@ -53,12 +44,15 @@ def rms_norm_kernel(
 @operation
 def naive(inputs, out, config=None):
     """The operation in five launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises."""
-    config = config or Config()
     batch_size, seq_len, _ = inputs.hidden_states.shape
     M = batch_size * seq_len
-    grid = (QKV_OUT_SIZE // config.BLOCK_N, triton.cdiv(M, config.BLOCK_M))
+    config = config or heuristic(M, inputs.hidden_states.device)
     for weight, projected in zip(inputs[1:4], out):
-        launch(matmul_kernel, grid, inputs.hidden_states, weight, projected, M, N=QKV_OUT_SIZE, K=HIDDEN_SIZE, **asdict(config))
+        launch(
+            matmul_kernel, (NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
+            inputs.hidden_states, weight, projected, M,
+            N=QKV_OUT_SIZE, K=HIDDEN_SIZE, BLOCK_N=HEAD_DIM, **asdict(config),
+        )  # fmt: skip
     rows = M * NUM_HEADS
     for weight, projected in zip(inputs[4:6], out):
         launch(rms_norm_kernel, (triton.cdiv(rows, 32),), projected, weight, rows, float(inputs.eps), D=HEAD_DIM, BLOCK_M=32)

@@ -4,22 +4,14 @@ Ledger: 2 launches instead of 5; the same FLOPs. A row block of hidden_states is
 it is in the L2. The norms still read and write query and key once more: 16 KiB a token.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, operation
 from .launch import launch
-from .tile import project_tile, rms_norm, store_tile
-
-
-@dataclass(frozen=True)
-class Config:
-    BLOCK_M: int = 64
-    BLOCK_K: int = 32
-    num_warps: int = 4
-    num_stages: int = 3
+from .tile import heuristic, project_tile, rms_norm, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -63,9 +55,9 @@ def norms_kernel(
 @operation
 def split(inputs, out, config=None):
     """The operation in two launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises."""
-    config = config or Config()
     batch_size, seq_len, _ = inputs.hidden_states.shape
     M = batch_size * seq_len
+    config = config or heuristic(M, inputs.hidden_states.device)
     launch(
         project_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
         *inputs[:4], *out, M,

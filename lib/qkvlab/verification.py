@@ -37,7 +37,9 @@ class Report:
 
     def __str__(self):
         wrong = self.table[~(self.table.board & self.table.lab)]
-        head = f"{self.name}: {'right' if self.passed else 'wrong'} in {len(self.table) - len(wrong)} of {len(self.table)} tensors"
+        head = (
+            f"{self.name}: {'right' if self.passed else 'wrong'} in {len(self.table) - len(wrong)} of {len(self.table)} tensors"
+        )
         return "\n".join([head, *(f"  {row.case} {row.tensor}: {row.verdict}" for row in wrong.head(6).itertuples())])
 
     __repr__ = __str__
@@ -82,9 +84,11 @@ def check(fn, inputs, case):
     ]
     named = dict(zip(problem.QKV._fields, outputs))
     tensors = {**dict(zip(inputs._fields, inputs[:6])), **named}
-    for name, out in named.items():
-        faults += [f"{name} shares memory with {other}" for other in tensors if other != name and _overlap(out, tensors[other])]
-    return [{"tensor": name, **_judge(out, want, case, faults)} for (name, out), want in zip(named.items(), expected)]
+    rows = []
+    for (name, out), want in zip(named.items(), expected):
+        shared = [f"{name} shares memory with {other}" for other in tensors if other != name and _overlap(out, tensors[other])]
+        rows.append({"tensor": name, **_judge(out, want, case, faults + shared)})
+    return rows
 
 
 @contextmanager
@@ -154,6 +158,12 @@ def _judge(out, expected, case, faults):
 
 def _row(board, lab, beyond, index, value, expected, relative, verdict):
     return {
-        "board": board, "lab": lab, "beyond": beyond, "worst_index": index, "worst_value": value,
-        "worst_expected": expected, "relative_error": relative, "verdict": verdict,
+        "board": board,
+        "lab": lab,
+        "beyond": beyond,
+        "worst_index": index,
+        "worst_value": value,
+        "worst_expected": expected,
+        "relative_error": relative,
+        "verdict": verdict,
     }

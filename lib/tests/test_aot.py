@@ -1,0 +1,23 @@
+"""Every stage compiles for Hopper and Blackwell, on a machine that has neither; on tensor cores, within limits, without spills."""
+
+import pytest
+
+from qkvlab import IMPLEMENTATIONS, aot, hardware, problem
+
+SHAPES = [(case.batch_size, case.seq_len) for case in problem.cases()]
+
+
+@pytest.mark.parametrize("arch", aot.ARCHITECTURES)
+@pytest.mark.parametrize("stage", IMPLEMENTATIONS)
+def test_stage_compiles(stage, arch):
+    table = aot.compiled(stage, arch, SHAPES)
+    assert len(table) == IMPLEMENTATIONS[stage].launches * len(SHAPES)
+    assert (table.spill_bytes == 0).all() and (table.shared_bytes <= hardware.shared_memory_limit()).all()
+    assert (table.groupby(["batch_size", "seq_len"]).mma.max() != "").all()
+    large = table[table.batch_size * table.seq_len >= 512]
+    assert (large.groupby(["batch_size", "seq_len"]).mma.max() == {"sm_90": "wgmma.mma_async"}.get(arch, "tcgen05.mma")).all()
+
+
+def test_what_does_not_compile_is_an_error():
+    with pytest.raises(RuntimeError, match="does not compile for sm_90"):
+        aot.compiled("no such stage", "sm_90", [(1, 1)])

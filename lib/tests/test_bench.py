@@ -1,0 +1,91 @@
+"""The measuring: what can be checked without a GPU, and on one the timer against itself."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import qkvlab
+from qkvlab import bench as bench_function
+from qkvlab import records, reference
+
+import sys
+
+bench = sys.modules["qkvlab.bench"]
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times on a GPU")
+
+
+def samples(**impls):
+    """What measure returns, from {impl: (spans, busy)}."""
+    state = dict(
+        gpu="H200",
+        method="cupti",
+        sm_clock_mhz=1980.0,
+        sm_clock_after_mhz=1980.0,
+        torch="-",
+        triton="-",
+        driver="-",
+        commit="-",
+        date="2026-11-30",
+    )
+    return pd.DataFrame([
+        {"impl": impl, "precision": "tf32", "launches": 1, "uuid": "u", "batch_size": 1, "seq_len": 128, "call": i, "span_us": span, "busy_us": busy, **state}
+        for impl, calls in impls.items() for i, (span, busy) in enumerate(zip(*calls))
+    ])  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_without_a_gpu_timing_is_refused_with_the_reason():
+    with pytest.raises(qkvlab.UnsupportedError, match="needs an NVIDIA GPU.*data/runs"):
+        bench_function(reference)
+
+
+def test_summary():
+    spans = np.arange(1.0, 51.0)
+    row = bench.summarise(samples(fused=(spans, spans - 0.5))).iloc[0]
+    assert (row.median_us, row.mean_us, row.calls) == (25.5, 25.5, 50)
+    assert row.p5_us < 4 and row.p95_us > 47 and row.gap_us == pytest.approx(0.5)
+    assert set(records.RUN_COLUMNS) <= set(row.index)
+
+
+def test_ratio_and_its_interval():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(20, 1, 50), rng.normal(10, 1, 50)
+    found = bench.ratio(samples(a=(a, a), b=(b, b)), "a", "b").iloc[0]
+    assert found.low < found.ratio < found.high and found.low > 1.8 and found.high < 2.2
+    same = bench.ratio(samples(a=(a, a), b=(a[::-1], a)), "a", "b").iloc[0]
+    assert same.low <= 1 <= same.high
+
+
+def test_arguments_move_by_256_bytes_and_keep_their_values(device):
+    inputs = qkvlab.make_inputs(1, 3, device=device)
+    seen = []
+    for arguments in bench._shifting(inputs, 3):
+        assert all(torch.equal(moved, given) for moved, given in zip(arguments, inputs[:6])) and arguments[6] == inputs.eps
+        seen.append([tensor.data_ptr() for tensor in arguments[:6]])
+    assert np.all(np.diff(np.array(seen), axis=0) == bench.SHIFT_BYTES)
+
+
+@on_gpu
+def test_cupti_sees_launches_gaps_and_what_is_longer():
+    case = [qkvlab.case(8, 512)]
+    rows = bench_function(
+        [*(qkvlab.IMPLEMENTATIONS[name] for name in ("naive", "fused")), reference],
+        case,
+        calls=10,
+        method="cupti",
+        progress=False,
+    ).set_index("impl")
+    assert rows.launches["naive"] == 5 and rows.launches["fused"] == 1
+    assert rows.gap_us["fused"] == 0 and (rows.busy_us + rows.gap_us - rows.median_us).abs().max() < 0.2 * rows.median_us.max()
+    assert rows.median_us["fused"] < rows.median_us["naive"] < rows.median_us["reference"]
+
+
+@on_gpu
+def test_events_are_marked_and_never_shorter():
+    case, fused = [qkvlab.case(8, 512)], qkvlab.IMPLEMENTATIONS["fused"]
+    events, cupti = (
+        bench_function(fused, case, calls=20, method=method, progress=False).iloc[0] for method in ("cuda-events", "cupti")
+    )
+    assert (events.method, cupti.method) == ("cuda-events", "cupti") and events.median_us > 0.95 * cupti.median_us

@@ -1,0 +1,129 @@
+"""Every stage on the shapes, scales and values where a kernel goes wrong; configurations that the heuristic does not pick here."""
+
+import inspect
+
+import pytest
+import torch
+
+import qkvlab  # before triton: it decides where kernels run
+import triton
+import triton.language as tl
+from qkvlab import IMPLEMENTATIONS, oracle, problem, verification, verify
+from qkvlab.kernels import tile
+
+stages = pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "auto"])
+
+
+def run(impl, inputs):
+    return qkvlab.qkv_rmsnorm(*inputs, impl=impl)
+
+
+def relative(out, expected):
+    return float((out - expected).norm() / expected.norm())
+
+
+@stages
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 43), (1, 131)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_odd_shapes(impl, shape):
+    report = verify(lambda *inputs: run(impl, inputs), [shape], progress=False)
+    assert report.passed, report
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="all 16 cases take the interpreter minutes; the notebooks run the small ones"
+)
+@stages
+def test_all_cases(impl):
+    report = verify(lambda *inputs: run(impl, inputs), rounds=3, progress=False)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    "stage, config",
+    [
+        ("naive", tile.Config(BLOCK_M=32, BLOCK_K=64, num_warps=4, num_stages=2)),
+        ("split", tile.Config(BLOCK_M=64, BLOCK_K=64, num_warps=4, num_stages=2)),
+        ("fused", tile.Config(BLOCK_M=64, BLOCK_K=32, num_warps=4, num_stages=3)),
+        ("fused", tile.Config(BLOCK_M=16, BLOCK_K=128, num_warps=4, num_stages=2)),
+    ],
+)
+def test_other_configurations(stage, config):
+    report = verify(lambda *inputs: IMPLEMENTATIONS[stage].function(*inputs, config=config), [(1, 70)], progress=False)
+    assert report.passed, report
+
+
+@stages
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e5, 1e15])
+def test_any_scale(impl, scale, device):
+    """A common scale of hidden_states cancels in query and key (once eps is small beside it) and carries over to value."""
+    inputs = qkvlab.make_inputs(1, 6, device=device, seed=3)
+    inputs = inputs._replace(hidden_states=inputs.hidden_states * scale)
+    for out, expected in zip(run(impl, inputs), oracle(*inputs)):
+        assert relative(out, expected) < verification.RELATIVE_ERROR
+
+
+@stages
+def test_a_zero_row_gives_zeros(impl, small):
+    small.hidden_states[1, 2] = 0.0
+    assert all(not out[1, 2].any() and out[1, 1].all() for out in run(impl, small))
+
+
+@stages
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_in_its_row(impl, small, value):
+    small.hidden_states[1, 2, 17] = value
+    for out in run(impl, small):
+        assert not out[1, 2].isfinite().any()
+        out[1, 2] = 0.0
+        assert out.isfinite().all()
+
+
+@stages
+def test_one_huge_element(impl, small):
+    small.hidden_states[2, 1, 5] = 3e8
+    for out, expected in zip(run(impl, small), oracle(*small)):
+        assert relative(out, expected) < verification.RELATIVE_ERROR
+
+
+@stages
+def test_eps_is_what_is_passed(impl, small):
+    large = small._replace(eps=10.0)
+    for out, expected in zip(run(impl, large), oracle(*large)):
+        assert relative(out, expected) < verification.RELATIVE_ERROR
+    assert not torch.equal(run(impl, large).query_states, run(impl, small).query_states)
+
+
+@stages
+def test_the_same_call_twice_is_bitwise_the_same(impl, small):
+    assert all(torch.equal(a, b) for a, b in zip(run(impl, small), run(impl, small)))
+
+
+@triton.jit
+def rounded_kernel(x, out, N, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    tl.store(out + o, tile.round_tf32(tl.load(x + o, mask=o < N, other=0.0)), mask=o < N)
+
+
+def test_rounding_to_tf32(device):
+    up = 1 + 2**-10
+    pairs = [
+        (1.0, 1.0),
+        (1 + 2**-11, up),
+        (1 + 2**-11 - 2**-23, 1.0),
+        (up, up),
+        (-1 - 2**-11, -up),
+        (0.0, 0.0),
+        (float("inf"), float("inf")),
+    ]
+    values = torch.tensor([value for value, _ in pairs] + [0.0])
+    values[-1:].view(torch.int32)[:] = 0x7FFFFFFF  # the NaN that the GPU makes
+    out = torch.empty_like(values, device=device)
+    rounded_kernel[(1,)](values.to(device), out, len(values), BLOCK=8)
+    assert out[:-1].tolist() == [expected for _, expected in pairs] and out[-1].isnan()
+
+
+def test_stages_say_what_they_are():
+    for name, stage in IMPLEMENTATIONS.items():
+        assert stage.name == name and stage.launches > 0 and stage.about and stage.runs
+        assert list(inspect.signature(stage.function).parameters)[:7] == list(problem.Inputs._fields)
+        assert "problem.Inputs" in stage.function.__doc__

@@ -1,0 +1,95 @@
+"""What is on record can be believed: the run is whole, rows that cannot be compared are not, and doubts are flagged."""
+
+import pytest
+
+from qkvlab import IMPLEMENTATIONS, plots, problem, records
+
+
+@pytest.fixture(scope="module")
+def run():
+    return records.against_sol(records.recorded())
+
+
+def test_the_published_run_is_whole(run):
+    assert {"torch_fp32", "torch_tf32", "torch_compile_tf32", "auto", *IMPLEMENTATIONS} <= set(run.impl)
+    uuids = {case.uuid for case in problem.cases()}
+    for impl, rows in run.groupby("impl"):
+        assert set(rows.uuid) == uuids and len(rows) == len(uuids), impl
+    assert (
+        (run.calls == 50).all()
+        and set(run.method) == {"cupti"}
+        and run.gpu.nunique() == run.date.nunique() == run["commit"].nunique() == 1
+    )
+    assert (
+        (run.p5_us <= run.median_us).all() and (run.median_us <= run.p95_us).all() and (run.busy_us <= run.median_us * 1.2).all()
+    )
+    assert not run["commit"].str.endswith("+").any()
+
+
+def test_stages_are_as_many_launches_as_they_say(run):
+    for name, stage in IMPLEMENTATIONS.items():
+        assert set(run[run.impl == name].launches) == {stage.launches}, name
+
+
+def test_fused_leads_pytorch_and_split(run):
+    mean = records.means(run).set_index("impl").mean_us
+    assert mean["fused"] < mean[["torch_fp32", "torch_tf32", "torch_compile_tf32", "split"]].min()
+
+
+def test_doubts_are_flagged(run):
+    assert (run.flag == "").all()
+    odd = run.head(4).copy()
+    odd["gpu"] = ["H200", "unknown GPU", "H200", "H200"]
+    odd.loc[odd.index[0], "median_us"] = 0.1
+    odd.loc[odd.index[2], "sm_clock_after_mhz"] = 0.5 * odd.sm_clock_mhz.iloc[2]
+    flags = records.against_sol(odd[list(records.RUN_COLUMNS)]).flag.tolist()
+    assert "above 100 % of SOL" in flags[0] and "no bound" in flags[1] and "SM clock moved" in flags[2] and flags[3] == ""
+
+
+def test_methods_are_never_averaged_together(run):
+    mixed = run.copy()
+    mixed.loc[mixed.index[0], "method"] = "cuda-events"
+    mixed = records.against_sol(mixed[list(records.RUN_COLUMNS)])
+    assert mixed.flag.str.contains("timing methods are mixed").all()
+    with pytest.raises(ValueError, match="never averaged together: cuda-events, cupti"):
+        records.means(mixed)
+
+
+def test_a_saved_run_reads_back_the_same(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(records.tables, "DATA", tmp_path)
+    records.save(run)
+    assert records.recorded().equals(run[list(records.RUN_COLUMNS)])
+
+
+def test_score_is_a_half_at_the_baseline(run):
+    assert run[run.impl == "torch_fp32"].groupby("uuid").size().eq(1).all()
+    reduced = run[run.precision_class == "reduced"]
+    assert reduced.sol_score.between(0, 1).all() and (reduced[reduced.impl == "auto"].sol_score > 0.5).all()
+
+
+def test_latency_plot_shows_every_case_stage_and_share(run):
+    axes = plots.latency_vs_sol(run).axes[0]
+    assert [text.get_text().split("M = ")[1] for text in axes.get_yticklabels()] == [
+        str(m) for m in sorted((case.m for case in problem.cases()), reverse=True)
+    ]
+    shares = [text.get_text() for text in axes.texts if "%" in text.get_text()]
+    assert len(shares) == 16
+    best = run[run.precision_class == "reduced"].groupby("uuid").sol_share.max()
+    assert sorted(int(text.split("%")[0]) for text in shares) == sorted(round(100 * share) for share in best)
+    labels = {line.get_label() for line in axes.get_lines()}
+    assert set(run.impl) <= labels and "bound, datasheet" in labels
+
+
+def test_leaderboard_says_the_gpu_of_every_row(run):
+    axes = plots.leaderboard(records.means(run), records.board()).axes[0]
+    notes = [text.get_text() for text in axes.texts]
+    assert len(notes) == 17 + run.impl.nunique() and all("on B200" in note or "on H200" in note for note in notes)
+
+
+def test_roofline_draws_every_roof(run):
+    texts = [text.get_text() for text in plots.roofline(run).axes[0].texts]
+    assert (
+        any("DRAM 4.8 TB/s" in text for text in texts)
+        and sum("TFLOP/s" in text for text in texts) == 3
+        and sum("measured" in text for text in texts) == 4
+    )

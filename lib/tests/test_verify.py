@@ -1,0 +1,124 @@
+"""verify sees what the board forgives: each mutant is wrong in one way, and is caught with a verdict that says where."""
+
+import re
+
+import pytest
+import torch
+
+import qkvlab
+from qkvlab import oracle, problem, reference, verification, verify
+
+SHAPES = [(2, 67)]
+
+
+def last_row_only(*inputs):
+    out = reference(*inputs)
+    out.value_states[-1, -1] *= 1.01
+    return out
+
+
+def norm_weights_swapped(x, q, k, v, q_norm, k_norm, eps):
+    return reference(x, q, k, v, k_norm, q_norm, eps)
+
+
+def tail_skipped(*inputs):
+    out = problem.empty_outputs(inputs[0])
+    for written, right in zip(out, reference(*inputs)):
+        written.flatten(0, 1)[:128] = right.flatten(0, 1)[:128]
+    return out
+
+
+def zeros(*inputs):
+    return problem.QKV(*(torch.zeros_like(out) for out in reference(*inputs)))
+
+
+def in_bf16(*inputs):
+    return problem.QKV(*(out.float() for out in reference(*(tensor.bfloat16() for tensor in inputs[:6]), inputs[6])))
+
+
+def one_element(*inputs):
+    out = reference(*inputs)
+    out.key_states[1, 3, 2, 1] += 0.5
+    return out
+
+
+def heads_swapped(*inputs):
+    query, key, value = reference(*inputs)
+    return query.flip(2), key, value
+
+
+def not_normalised(*inputs):
+    value = [torch.nn.functional.linear(inputs[0], weight).view(*inputs[0].shape[:2], 8, 128) for weight in inputs[1:4]]
+    return value[0] * inputs[4], value[1] * inputs[5], value[2]
+
+
+def eps_forgotten(*inputs):
+    return reference(*inputs[:6], 0.0)
+
+
+def input_changed(*inputs):
+    out = reference(*inputs)
+    inputs[0][0, 0, 0] = 7.0
+    return out
+
+
+def aliased(*inputs):
+    query, key, _ = reference(*inputs)
+    return query, key, key
+
+
+def infinite(*inputs):
+    out = reference(*inputs)
+    out.query_states[0, 0, 0, 0] = float("inf")
+    return out
+
+
+MUTANTS = {
+    last_row_only: "value_states",
+    norm_weights_swapped: "query_states",
+    tail_skipped: "never written, or NaN",
+    zeros: "all zeros",
+    in_bf16: "relative error",
+    one_element: r"1 of \d+ elements beyond .*worst at \(1, 3, 2, 1\)",
+    heads_swapped: "query_states",
+    not_normalised: "query_states",
+    input_changed: "hidden_states was changed by the call",
+    aliased: "value_states shares memory with key_states",
+    infinite: r"worst at \(0, 0, 0, 0\): inf",
+}
+
+
+def test_the_reference_passes():
+    report = verify(reference, SHAPES, rounds=2, progress=False)
+    assert report.passed and len(report.table) == 6, report
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutants_are_caught(mutant):
+    report = verify(mutant, SHAPES, progress=False)
+    assert not report.passed
+    assert re.search(MUTANTS[mutant], str(report)), report
+
+
+def test_the_board_would_forgive_some_of_them():
+    forgiven = [mutant for mutant in MUTANTS if verify(mutant, SHAPES, progress=False).table.board.all()]
+    assert {last_row_only, one_element, input_changed} <= set(forgiven)
+
+
+def test_eps_matters_where_rows_are_small(device):
+    inputs = qkvlab.make_inputs(1, 4, device=device)
+    inputs = inputs._replace(hidden_states=inputs.hidden_states * 1e-3)
+    case = problem.case(1, 4)
+    assert all(row["lab"] for row in verification.check(reference, inputs, case))
+    assert not all(row["lab"] for row in verification.check(eps_forgotten, inputs, case))
+
+
+def test_wrong_returns_are_refused():
+    with pytest.raises(TypeError, match="expected three tensors"):
+        verify(lambda *inputs: oracle(*inputs).query_states, SHAPES, progress=False)
+    report = verify(lambda *inputs: oracle(*inputs), SHAPES, progress=False)
+    assert "is torch.float64" in str(report) and not report.passed
+
+
+def test_no_case_is_no_pass():
+    assert not verify(reference, [], progress=False).passed
