@@ -2,7 +2,7 @@
 
 from . import _start  # noqa: F401  (first: it decides, before Triton is imported, where kernels run)
 from .api import IMPLEMENTATIONS, Stage, chosen, qkv_rmsnorm
-from .bench import bench, host_time, measure, peers, ratio, summarise
+from .timing import bench, host_time, measure, peers, ratio, summarise
 from .problem import Case, Inputs, QKV, UnsupportedError, case, cases, make_inputs
 from .reference import oracle, reference
 from .verification import verify

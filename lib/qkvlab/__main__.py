@@ -33,7 +33,7 @@ def doctor(options):
     import torch
     import triton
 
-    from . import bench, hardware
+    from . import hardware, timing
 
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, Triton {triton.__version__}, commit {hardware.commit()}")
     if hardware.device() == "cpu":
@@ -41,18 +41,18 @@ def doctor(options):
         return 0
     state = hardware.state()
     known = "in data/devices.yaml" if state["gpu"] in hardware.gpus() else "NOT in data/devices.yaml: no bound for it"
-    print(f"GPU {state['gpu']} ({known}), driver {state['driver']}, SM clock {state['sm_clock_mhz']} MHz")
+    print(f"GPU {state['gpu']} ({known}), driver {state['driver']}, SM clock {hardware.sm_clock_mhz()} MHz")
     if lacking(["gpu"]):
-        print(f"it lacks {', '.join(lacking(['gpu']))}: timing would fall back to {bench.EVENTS}, without clocks")
+        print(f"it lacks {', '.join(lacking(['gpu']))}: timing would fall back to {timing.EVENTS}, without clocks")
     return 0
 
 
 def report(options):
     """Measure all stages and peers on all 16 cases (on a GPU), draw the figures, print the table."""
-    from . import api, bench, hardware, plots, records
+    from . import api, hardware, plots, records, timing
 
     if hardware.device() == "cuda":
-        path = records.save(bench.bench([*bench.peers(), *api.contenders()]))
+        path = records.save(timing.bench([*timing.peers(), *api.contenders()]))
         print(f"measured on this {hardware.gpu_name()}, written to {records.tables.shown(path)}")
     rows = records.against_sol(records.newest())
     if hardware.device() == "cpu":

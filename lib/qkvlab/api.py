@@ -49,7 +49,7 @@ def qkv_rmsnorm(
 
 
 def contenders():
-    """All stages, in the order of the story, and "auto" last, for bench.bench."""
+    """All stages, in the order of the story, and "auto" last, for bench."""
     stages = list(IMPLEMENTATIONS.values())
     return [
         *stages,

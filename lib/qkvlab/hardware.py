@@ -76,14 +76,12 @@ def gpu_name(index=None):
 
 
 def state():
-    """The machine at this moment: gpu, driver, sm_clock_mhz (None without NVML), torch, triton, commit."""
+    """What a row says of the machine: gpu, driver (None without NVML), torch, triton, commit."""
     import triton
 
-    driver, clock = _nvml()
     return {
         "gpu": gpu_name(),
-        "driver": driver,
-        "sm_clock_mhz": clock,
+        "driver": _nvml()[0],
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit(),
@@ -96,6 +94,7 @@ def sm_clock_mhz():
 
 
 def _nvml():
+    """(driver version, SM clock in MHz) of the current device, or (None, None)."""
     try:
         import pynvml
     except ImportError:

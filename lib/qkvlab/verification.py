@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from . import hardware, problem
 from .reference import oracle
@@ -45,7 +45,7 @@ class Report:
     __repr__ = __str__
 
 
-def verify(fn, cases=None, *, rounds=1, seed=200, progress=True):
+def verify(fn, cases=None, *, rounds=1, seed=200):
     """Hold `fn` against the oracle, in `rounds` rounds of fresh inputs for each case.
 
     fn: any callable with the reference's signature, returning three fp32 tensors [B, S, 8, 128].
@@ -59,7 +59,7 @@ def verify(fn, cases=None, *, rounds=1, seed=200, progress=True):
     name = getattr(fn, "name", None) or getattr(fn, "__name__", type(fn).__name__)
     work = [(case, draw) for case in cases for draw in range(rounds)]
     rows = []
-    for case, draw in tqdm(work, desc=f"verify {name}", disable=not progress, leave=False):
+    for case, draw in tqdm(work, desc=f"verify {name}", leave=False):
         inputs = problem.make_inputs(case.batch_size, case.seq_len, device=device, seed=seed + draw)
         rows += [{"case": str(case), "round": draw, **row} for row in check(fn, inputs, case)]
     return Report(name, pd.DataFrame(rows))

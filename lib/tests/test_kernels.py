@@ -25,7 +25,7 @@ def relative(out, expected):
 @stages
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 43), (1, 131)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_odd_shapes(impl, shape):
-    report = verify(lambda *inputs: run(impl, inputs), [shape], progress=False)
+    report = verify(lambda *inputs: run(impl, inputs), [shape])
     assert report.passed, report
 
 
@@ -34,7 +34,7 @@ def test_odd_shapes(impl, shape):
 )
 @stages
 def test_all_cases(impl):
-    report = verify(lambda *inputs: run(impl, inputs), rounds=3, progress=False)
+    report = verify(lambda *inputs: run(impl, inputs), rounds=3)
     assert report.passed, report
 
 
@@ -48,7 +48,7 @@ def test_all_cases(impl):
     ],
 )
 def test_other_configurations(stage, config):
-    report = verify(lambda *inputs: IMPLEMENTATIONS[stage].function(*inputs, config=config), [(1, 70)], progress=False)
+    report = verify(lambda *inputs: IMPLEMENTATIONS[stage].function(*inputs, config=config), [(1, 70)])
     assert report.passed, report
 
 

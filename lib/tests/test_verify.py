@@ -89,19 +89,19 @@ MUTANTS = {
 
 
 def test_the_reference_passes():
-    report = verify(reference, SHAPES, rounds=2, progress=False)
+    report = verify(reference, SHAPES, rounds=2)
     assert report.passed and len(report.table) == 6, report
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_mutants_are_caught(mutant):
-    report = verify(mutant, SHAPES, progress=False)
+    report = verify(mutant, SHAPES)
     assert not report.passed
     assert re.search(MUTANTS[mutant], str(report)), report
 
 
 def test_the_board_would_forgive_some_of_them():
-    forgiven = [mutant for mutant in MUTANTS if verify(mutant, SHAPES, progress=False).table.board.all()]
+    forgiven = [mutant for mutant in MUTANTS if verify(mutant, SHAPES).table.board.all()]
     assert {last_row_only, one_element, input_changed} <= set(forgiven)
 
 
@@ -115,10 +115,10 @@ def test_eps_matters_where_rows_are_small(device):
 
 def test_wrong_returns_are_refused():
     with pytest.raises(TypeError, match="expected three tensors"):
-        verify(lambda *inputs: oracle(*inputs).query_states, SHAPES, progress=False)
-    report = verify(lambda *inputs: oracle(*inputs), SHAPES, progress=False)
+        verify(lambda *inputs: oracle(*inputs).query_states, SHAPES)
+    report = verify(lambda *inputs: oracle(*inputs), SHAPES)
     assert "is torch.float64" in str(report) and not report.passed
 
 
 def test_no_case_is_no_pass():
-    assert not verify(reference, [], progress=False).passed
+    assert not verify(reference, []).passed

@@ -6,12 +6,8 @@ import pytest
 import torch
 
 import qkvlab
-from qkvlab import bench as bench_function
-from qkvlab import records, reference
+from qkvlab import bench, records, reference, timing
 
-import sys
-
-bench = sys.modules["qkvlab.bench"]
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times on a GPU")
 
@@ -38,12 +34,12 @@ def samples(**impls):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_without_a_gpu_timing_is_refused_with_the_reason():
     with pytest.raises(qkvlab.UnsupportedError, match="needs an NVIDIA GPU.*data/runs"):
-        bench_function(reference)
+        bench(reference)
 
 
 def test_summary():
     spans = np.arange(1.0, 51.0)
-    row = bench.summarise(samples(fused=(spans, spans - 0.5))).iloc[0]
+    row = timing.summarise(samples(fused=(spans, spans - 0.5))).iloc[0]
     assert (row.median_us, row.mean_us, row.calls) == (25.5, 25.5, 50)
     assert row.p5_us < 4 and row.p95_us > 47 and row.gap_us == pytest.approx(0.5)
     assert set(records.RUN_COLUMNS) <= set(row.index)
@@ -52,25 +48,25 @@ def test_summary():
 def test_ratio_and_its_interval():
     rng = np.random.default_rng(0)
     a, b = rng.normal(20, 1, 50), rng.normal(10, 1, 50)
-    found = bench.ratio(samples(a=(a, a), b=(b, b)), "a", "b").iloc[0]
+    found = timing.ratio(samples(a=(a, a), b=(b, b)), "a", "b").iloc[0]
     assert found.low < found.ratio < found.high and found.low > 1.8 and found.high < 2.2
-    same = bench.ratio(samples(a=(a, a), b=(a[::-1], a)), "a", "b").iloc[0]
+    same = timing.ratio(samples(a=(a, a), b=(a[::-1], a)), "a", "b").iloc[0]
     assert same.low <= 1 <= same.high
 
 
 def test_arguments_move_by_256_bytes_and_keep_their_values(device):
     inputs = qkvlab.make_inputs(1, 3, device=device)
     seen = []
-    for arguments in bench._shifting(inputs, 3):
+    for arguments in timing._shifting(inputs, 3):
         assert all(torch.equal(moved, given) for moved, given in zip(arguments, inputs[:6])) and arguments[6] == inputs.eps
         seen.append([tensor.data_ptr() for tensor in arguments[:6]])
-    assert np.all(np.diff(np.array(seen), axis=0) == bench.SHIFT_BYTES)
+    assert np.all(np.diff(np.array(seen), axis=0) == timing.SHIFT_BYTES)
 
 
 @on_gpu
 def test_cupti_sees_launches_gaps_and_what_is_longer():
     case = [qkvlab.case(8, 512)]
-    rows = bench_function(
+    rows = bench(
         [*(qkvlab.IMPLEMENTATIONS[name] for name in ("naive", "fused")), reference],
         case,
         calls=10,
@@ -86,6 +82,6 @@ def test_cupti_sees_launches_gaps_and_what_is_longer():
 def test_events_are_marked_and_never_shorter():
     case, fused = [qkvlab.case(8, 512)], qkvlab.IMPLEMENTATIONS["fused"]
     events, cupti = (
-        bench_function(fused, case, calls=20, method=method, progress=False).iloc[0] for method in ("cuda-events", "cupti")
+        bench(fused, case, calls=20, method=method).iloc[0] for method in ("cuda-events", "cupti")
     )
     assert (events.method, cupti.method) == ("cuda-events", "cupti") and events.median_us > 0.95 * cupti.median_us

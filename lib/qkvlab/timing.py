@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from . import hardware, problem
 from .problem import UnsupportedError
@@ -36,34 +36,33 @@ class Timed:
     launches: int | None = None
 
 
-def bench(fns, cases=None, *, calls=CALLS, method=None, progress=True):
+def bench(fns, cases=None, *, calls=CALLS, method=None):
     """Time callables with the reference's signature on `cases` (default: all 16). Returns the rows of data/runs.
 
     fns: one callable or a list; a stage from IMPLEMENTATIONS brings its name and precision with it.
     method: 'cupti' (the default where cupti-python is installed) or 'cuda-events', which counts launch latency too;
     each row says which. Raises UnsupportedError without an NVIDIA GPU.
     """
-    return summarise(measure(fns, cases, calls=calls, method=method, progress=progress))
+    return summarise(measure(fns, cases, calls=calls, method=method))
 
 
-def measure(fns, cases=None, *, calls=CALLS, method=None, progress=True):
-    """As bench, but a row for every call: impl, precision, launches, uuid, batch_size, seq_len, call, span_us, busy_us, method, ..."""
+def measure(fns, cases=None, *, calls=CALLS, method=None):
+    """As bench, but a row for every call, with its number, span_us and busy_us."""
     if hardware.device() != "cuda":
-        raise UnsupportedError("timing needs an NVIDIA GPU; here the recorded runs in data/runs/ stand in (records.runs())")
+        raise UnsupportedError("timing needs an NVIDIA GPU; here the runs recorded in data/runs/ stand in (records.recorded())")
     fns = [_timed(fn) for fn in (fns if isinstance(fns, (list, tuple)) else [fns])]
     cases = list(problem.cases() if cases is None else cases)
     method = method or (CUPTI if _cupti_installed() else EVENTS)
     rows = []
-    for case in tqdm(cases, desc=f"bench {', '.join(fn.name for fn in fns)}", disable=not progress, leave=False):
-        state = hardware.state() | {"date": date.today().isoformat(), "method": method}
-        found = _measure_case(fns, case, calls, _spans_by_cupti if method == CUPTI else _spans_by_events)
-        after = hardware.sm_clock_mhz()
+    for case in tqdm(cases, desc=f"bench {', '.join(fn.name for fn in fns)}", leave=False):
+        found, clocks = _measure_case(fns, case, calls, _spans_by_cupti if method == CUPTI else _spans_by_events)
+        state = hardware.state() | clocks | {"date": date.today().isoformat(), "method": method}
         for fn, spans in zip(fns, found):
             for call, (span, busy, launches) in enumerate(spans):
                 rows.append({
                     "impl": fn.name, "precision": fn.precision, "launches": launches or fn.launches, "uuid": case.uuid,
                     "batch_size": case.batch_size, "seq_len": case.seq_len, "call": call, "span_us": span, "busy_us": busy,
-                    "sm_clock_after_mhz": after, **state,
+                    **state,
                 })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -172,9 +171,11 @@ def _measure_case(fns, case, calls, timer):
         for fn in fns:
             fn.function(*prepared())
     torch.cuda.synchronize()
+    before = hardware.sm_clock_mhz()  # after the warm-up: an idle GPU's clock says nothing
     order = [(call + turn) % len(fns) for call in range(calls) for turn in range(len(fns))]
     spans = timer([fns[i].function for i in order], prepared)
-    return [[span for i, span in zip(order, spans) if i == wanted] for wanted in range(len(fns))]
+    clocks = {"sm_clock_mhz": before, "sm_clock_after_mhz": hardware.sm_clock_mhz()}
+    return [[span for i, span in zip(order, spans) if i == wanted] for wanted in range(len(fns))], clocks
 
 
 def _shifting(inputs, times):
