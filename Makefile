@@ -9,7 +9,7 @@ JOBS ?= 2
 # One BLAS thread a worker: the workers share the cores, and BLAS threads that wait for each other are slower than one.
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TQDM_DISABLE=1
 
-.PHONY: help lab test report notebooks profile aot doctor clean
+.PHONY: help lab test report notebooks profile submission judge aot doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -19,7 +19,7 @@ lab: $(READY)  ## open JupyterLab on the notebooks, on localhost with its token
 	$(RUN) -m jupyterlab --ServerApp.ip=127.0.0.1 --ServerApp.root_dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test: $(READY)  ## run the notebooks and the tests headlessly
-	$(RUN) -m qkvlab doctor
+	$(RUN) lib/qkvlab/doctor.py
 	$(TEST_ENV) $(RUN) -m pytest -c lib/pyproject.toml --rootdir=. -p no:cacheprovider -q -n $(JOBS) --dist loadscope \
 	    --nbval --nbval-current-env --nbval-cell-timeout=600 notebooks lib/tests
 
@@ -32,11 +32,17 @@ notebooks: $(READY)  ## execute the notebooks in place, as they are committed (o
 profile: $(READY)  ## Nsight Compute on one stage and case: make profile STAGE=fused CASE=0
 	$(RUN) -m qkvlab profile $(or $(STAGE),fused) $(or $(CASE),0)
 
+submission: $(READY)  ## a SOL-ExecBench solution.json of a stage: make submission STAGE=fused STYLE=return
+	$(RUN) -m qkvlab submit $(or $(STAGE),auto) --style $(or $(STYLE),return)
+
+judge: $(READY)  ## SOL-ExecBench's own evaluator on one stage or all: make judge STAGE=all
+	$(RUN) -m qkvlab judge $(or $(STAGE),auto)
+
 aot: $(READY)  ## compile every stage for a GPU that is not here: make aot ARCH=sm_100
 	$(RUN) -m qkvlab aot --arch $(or $(ARCH),sm_100)
 
 doctor: $(READY)  ## what this Python lacks, and what the lab sees of the machine
-	$(RUN) -m qkvlab doctor
+	$(RUN) lib/qkvlab/doctor.py
 
 clean:  ## remove build/, the environment included
 	rm -rf build

@@ -1,50 +1,12 @@
 """python -m qkvlab: what the Makefile calls."""
 
 import argparse
-import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
-
-def lacking(extras):
-    """Names that lib/pyproject.toml requires, with these extras, and this Python has not."""
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    wanted = project["dependencies"] + [name for extra in extras for name in project["optional-dependencies"][extra]]
-    names = [re.match(r"[\w.-]+", requirement).group() for requirement in wanted]
-    installed = {re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower() for found in importlib.metadata.distributions()}
-    return [name for name in names if name.lower() not in installed]
-
-
-def doctor(options):
-    """What this Python lacks, and what the lab sees of the machine. Exits with 1 if a test run could not start."""
-    missing = lacking(["test"])
-    if missing:
-        print(
-            f"{sys.executable} lacks {', '.join(missing)}: install them, or leave PYTHON= out and let make build its own environment"
-        )
-        return 1
-    if lacking(["lab"]):
-        print(f"for `make lab` it also lacks {', '.join(lacking(['lab']))}")
-    import torch
-    import triton
-
-    from . import hardware, timing
-
-    print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, Triton {triton.__version__}, commit {hardware.commit()}")
-    if hardware.device() == "cpu":
-        print("no NVIDIA GPU: kernels run in Triton's interpreter, timings come from data/runs/")
-        return 0
-    state = hardware.state()
-    known = "in data/devices.yaml" if state["gpu"] in hardware.gpus() else "NOT in data/devices.yaml: no bound for it"
-    print(f"GPU {state['gpu']} ({known}), driver {state['driver']}, SM clock {hardware.sm_clock_mhz()} MHz")
-    if lacking(["gpu"]):
-        print(f"it lacks {', '.join(lacking(['gpu']))}: timing would fall back to {timing.EVENTS}, without clocks")
-    return 0
+import pandas as pd
 
 
 def report(options):
@@ -75,12 +37,48 @@ def report(options):
 
 def aot(options):
     """Compile every stage for a GPU that is not here, and print what it uses."""
-    from . import aot, api, problem
+    from . import aot, api, suite
 
-    shapes = [(case.batch_size, case.seq_len) for case in problem.cases()]
+    shapes = [(case.batch_size, case.seq_len) for case in suite.cases()]
     for name in api.IMPLEMENTATIONS:
         table = aot.compiled(name, options.arch, shapes)
         print(table.drop(columns=["batch_size", "seq_len"]).drop_duplicates().to_string(index=False), "\n")
+    return 0
+
+
+def submit(options):
+    """Write build/submission/solution.json for a stage, and the problem to judge it by."""
+    from . import submission
+
+    try:
+        path = submission.write(options.stage, destination_passing=options.style == "out")
+    except ValueError as wrong:
+        print(wrong)
+        return 2
+    print(f"wrote {submission.tables.shown(path)} and {submission.tables.shown(path.parent / 'problem')}/")
+    return 0
+
+
+def judge(options):
+    """Run the SOL-ExecBench evaluator on one stage or on all, time the same right after, and record both in data/judge."""
+    from . import api, hardware, records, submission, timing
+
+    stages = [stage for stage in api.contenders() if options.stage in ("all", stage.name)]
+    tables = []
+    for stage in stages:
+        try:
+            judged = submission.judge(stage.name)
+        except submission.problem.UnsupportedError as reason:
+            print(reason)
+            return 1
+        ours = timing.bench(stage)
+        judged["lab_us"] = judged.uuid.map(ours.set_index("uuid").median_us)
+        tables.append(judged.assign(evaluator="SOL-ExecBench 1.0.2", date=ours.date.iloc[0], **hardware.state()))
+    rows = pd.concat(tables)[list(submission.JUDGE_COLUMNS)]
+    print(f"written to {submission.tables.shown(records.save(rows, 'judge'))}")
+    passed = (rows.status == "PASSED").groupby(rows.impl).sum()
+    ratio = (rows.lab_us / rows.judge_us).groupby(rows.impl).median()
+    print(pd.DataFrame({"passed of 16": passed, "median of ours / the judge's": ratio.round(3)}).to_string())
     return 0
 
 
@@ -101,10 +99,10 @@ torch.cuda.profiler.stop()
 
 def profile(options):
     """One call of a stage under Nsight Compute, clocks left alone, with the sections that say what bounds it."""
-    from . import api, problem
+    from . import api, suite
 
-    if options.stage not in api.IMPLEMENTATIONS or not 0 <= options.case < len(problem.cases()):
-        print(f"STAGE is one of {', '.join(api.IMPLEMENTATIONS)}; CASE is 0 to {len(problem.cases()) - 1} (data/cases.csv)")
+    if options.stage not in api.IMPLEMENTATIONS or not 0 <= options.case < len(suite.cases()):
+        print(f"STAGE is one of {', '.join(api.IMPLEMENTATIONS)}; CASE is 0 to {len(suite.cases()) - 1} (data/cases.csv)")
         return 2
     if not shutil.which("ncu"):
         print("ncu is not there: Nsight Compute comes with the CUDA toolkit; put its ncu on PATH")
@@ -125,11 +123,15 @@ def profile(options):
 def main():
     parser = argparse.ArgumentParser(prog="python -m qkvlab", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    for command in (doctor, report, aot, profile):
+    for command in (report, aot, profile, submit, judge):
         entry = commands.add_parser(command.__name__, help=command.__doc__.splitlines()[0])
         entry.set_defaults(command=command)
         if command is aot:
             entry.add_argument("--arch", default="sm_100", help="sm_90, sm_100 or sm_103")
+        if command in (submit, judge):
+            entry.add_argument("stage")
+        if command is submit:
+            entry.add_argument("--style", choices=("return", "out"), default="return", help="return the outputs, or fill those that are passed")
         if command is profile:
             entry.add_argument("stage")
             entry.add_argument("case", type=int)

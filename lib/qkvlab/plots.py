@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from . import hardware, problem, sol
+from . import hardware, sol, suite
 
 # Shape and grey level tell the series apart; colour only helps.
 STYLES = {
@@ -156,7 +156,7 @@ def leaderboard(means, board):
 
     means: records.means. board: records.board(). A ratio compares across GPUs, microseconds do not.
     """
-    sol_us = np.mean([case.b200_sol_us for case in problem.cases()])
+    sol_us = np.mean([case.b200_sol_us for case in suite.cases()])
     bars = [
         (row.mean_latency_us / sol_us, f"{row.rank}  {row.implementation}", f"{row.mean_latency_us:g} µs on B200", False)
         for row in board.itertuples()

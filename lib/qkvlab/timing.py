@@ -17,7 +17,8 @@ import scipy.stats
 import torch
 from tqdm import tqdm
 
-from . import hardware, problem
+from . import hardware, problem, suite
+from .kernels.split import normalise
 from .problem import UnsupportedError
 from .reference import reference
 
@@ -51,7 +52,7 @@ def measure(fns, cases=None, *, calls=CALLS, method=None):
     if hardware.device() != "cuda":
         raise UnsupportedError("timing needs an NVIDIA GPU; here the runs recorded in data/runs/ stand in (records.recorded())")
     fns = [_timed(fn) for fn in (fns if isinstance(fns, (list, tuple)) else [fns])]
-    cases = list(problem.cases() if cases is None else cases)
+    cases = list(suite.cases() if cases is None else cases)
     method = method or (CUPTI if _cupti_installed() else EVENTS)
     rows = []
     for case in tqdm(cases, desc=f"bench {', '.join(fn.name for fn in fns)}", leave=False):
@@ -108,7 +109,7 @@ def host_time(fns, case, *, calls=200):
     """What a call costs the host: impl, first_ms (compilation included, if this is the process's first call), host_us (median)."""
     rows = []
     for fn in map(_timed, fns):
-        inputs = problem.make_inputs(case.batch_size, case.seq_len, device=hardware.device())
+        inputs = suite.make_inputs(case.batch_size, case.seq_len, device=hardware.device())
         begin = time.perf_counter()
         fn.function(*inputs)
         torch.cuda.synchronize()
@@ -124,7 +125,11 @@ def host_time(fns, case, *, calls=200):
 
 
 def peers():
-    """What PyTorch makes of the operation, to be timed beside the stages: eager fp32, eager tf32, torch.compile (tf32, max-autotune)."""
+    """What PyTorch makes of the operation, to be timed beside the stages.
+
+    Eager fp32, eager tf32, torch.compile (tf32, max-autotune without CUDA graphs), and a cuBLAS fp16 GEMM with the
+    casts before it and the lab's norm kernel after it.
+    """
     compiled = torch.compile(reference, mode="max-autotune-no-cudagraphs", dynamic=False)
 
     def compiled_for_each_shape(*args):
@@ -136,7 +141,38 @@ def peers():
         Timed("torch_fp32", _with_tf32(reference, False), "fp32"),
         Timed("torch_tf32", _with_tf32(reference, True), "tf32"),
         Timed("torch_compile_tf32", _with_tf32(compiled_for_each_shape, True), "tf32"),
+        Timed("cublas_fp16", _cublas_fp16, "fp16"),
     ]
+
+
+def yardsticks():
+    """What the operation's product alone takes cuBLAS, on operands that are fp16 already: no cast, no norm, not the operation.
+
+    Timed for the same arguments as the stages; the operands are prepared outside the timed call.
+    """
+    prepared = {}
+
+    def gemm(out_dtype):
+        def call(hidden_states, q_weight, k_weight, v_weight, *_):
+            shape = hidden_states.shape
+            if shape not in prepared:
+                prepared.clear()
+                weights = torch.cat((q_weight, k_weight, v_weight)).half()
+                prepared[shape] = hidden_states.flatten(0, 1).half(), weights.T
+            x, w = prepared[shape]
+            return torch.mm(x, w, out_dtype=out_dtype)
+
+        return call
+
+    return [Timed("gemm_only_fp16_out", gemm(torch.float16), "fp16"), Timed("gemm_only_fp32_out", gemm(torch.float32), "fp16")]
+
+
+def _cublas_fp16(hidden_states, q_weight, k_weight, v_weight, q_norm_weight, k_norm_weight, eps):
+    weights = torch.cat((q_weight, k_weight, v_weight)).half()
+    product = torch.mm(hidden_states.flatten(0, 1).half(), weights.T, out_dtype=torch.float32)
+    query, key, value = (part.contiguous() for part in product.view(*hidden_states.shape[:2], 3, 8, 128).unbind(2))
+    normalise(query, key, q_norm_weight, k_norm_weight, eps)
+    return problem.QKV(query, key, value)
 
 
 def _with_tf32(fn, allowed):
@@ -158,7 +194,7 @@ def _timed(fn):
 
 
 def _measure_case(fns, case, calls, timer):
-    inputs = problem.make_inputs(case.batch_size, case.seq_len, device="cuda")
+    inputs = suite.make_inputs(case.batch_size, case.seq_len, device="cuda")
     flush = torch.empty(2 * torch.cuda.get_device_properties(None).L2_cache_size, dtype=torch.int8, device="cuda")
     arguments = _shifting(inputs, (WARMUP + calls) * len(fns))
 

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from . import hardware, problem
+from . import hardware, problem, suite
 from .reference import oracle
 
 OUTLIER_FACTOR = 2.0
@@ -49,18 +49,18 @@ def verify(fn, cases=None, *, rounds=1, seed=200):
     """Hold `fn` against the oracle, in `rounds` rounds of fresh inputs for each case.
 
     fn: any callable with the reference's signature, returning three fp32 tensors [B, S, 8, 128].
-    cases: problem.Case or (batch_size, seq_len) each; default: the suite, up to M = 586 where the interpreter runs it.
+    cases: suite.Case or (batch_size, seq_len) each; default: the suite, up to M = 586 where the interpreter runs it.
     Returns a Report. An exception that fn raises is the caller's to see.
     """
     device = hardware.device()
     if cases is None:
-        cases = [case for case in problem.cases() if device == "cuda" or case.m <= LARGEST_M_ON_CPU]
-    cases = [case if isinstance(case, problem.Case) else problem.case(*case) for case in cases]
+        cases = [case for case in suite.cases() if device == "cuda" or case.m <= LARGEST_M_ON_CPU]
+    cases = [case if isinstance(case, suite.Case) else suite.case(*case) for case in cases]
     name = getattr(fn, "name", None) or getattr(fn, "__name__", type(fn).__name__)
     work = [(case, draw) for case in cases for draw in range(rounds)]
     rows = []
     for case, draw in tqdm(work, desc=f"verify {name}", leave=False):
-        inputs = problem.make_inputs(case.batch_size, case.seq_len, device=device, seed=seed + draw)
+        inputs = suite.make_inputs(case.batch_size, case.seq_len, device=device, seed=seed + draw)
         rows += [{"case": str(case), "round": draw, **row} for row in check(fn, inputs, case)]
     return Report(name, pd.DataFrame(rows))
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from qkvlab import IMPLEMENTATIONS, aot, hardware, problem
+from qkvlab import IMPLEMENTATIONS, aot, hardware, suite
 
-SHAPES = [(case.batch_size, case.seq_len) for case in problem.cases()]
+SHAPES = [(case.batch_size, case.seq_len) for case in suite.cases()]
 
 
 @pytest.mark.parametrize("arch", aot.ARCHITECTURES)

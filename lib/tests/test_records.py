@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkvlab import IMPLEMENTATIONS, plots, problem, records
+from qkvlab import IMPLEMENTATIONS, plots, records, suite
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +12,7 @@ def run():
 
 def test_the_published_run_is_whole(run):
     assert {"torch_fp32", "torch_tf32", "torch_compile_tf32", "auto", *IMPLEMENTATIONS} <= set(run.impl)
-    uuids = {case.uuid for case in problem.cases()}
+    uuids = {case.uuid for case in suite.cases()}
     for impl, rows in run.groupby("impl"):
         assert set(rows.uuid) == uuids and len(rows) == len(uuids), impl
     assert (
@@ -70,7 +70,7 @@ def test_score_is_a_half_at_the_baseline(run):
 def test_latency_plot_shows_every_case_stage_and_share(run):
     axes = plots.latency_vs_sol(run).axes[0]
     assert [text.get_text().split("M = ")[1] for text in axes.get_yticklabels()] == [
-        str(m) for m in sorted((case.m for case in problem.cases()), reverse=True)
+        str(m) for m in sorted((case.m for case in suite.cases()), reverse=True)
     ]
     shares = [text.get_text() for text in axes.texts if "%" in text.get_text()]
     assert len(shares) == 16

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkvlab import hardware, problem, sol
+from qkvlab import hardware, sol, suite
 
 
 def test_flops_and_bytes_of_the_smallest_case():
@@ -31,13 +31,13 @@ def test_rates_are_kept_apart():
     assert bounds == sorted(bounds) and len(set(bounds)) == 3
 
 
-@pytest.mark.parametrize("case", problem.cases(), ids=str)
+@pytest.mark.parametrize("case", suite.cases(), ids=str)
 def test_the_boards_sol_is_reproduced(case):
     assert round(sol.board_sol_us(case.m), 1) == case.b200_sol_us
 
 
 def test_the_boards_sol_is_not_the_physical_bound():
-    memory_bound = problem.case(1, 128)
+    memory_bound = suite.case(1, 128)
     assert 0.5 < sol.bound_us(memory_bound.m, "B200", "fp16") - sol.board_sol_us(memory_bound.m) < 0.8
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkvlab import hardware, problem, records, tables
+from qkvlab import hardware, records, suite, tables
 
 COLUMNS = {"name": str, "count": int, "us": float, "mhz": float | None}
 
@@ -49,6 +49,6 @@ def test_a_missing_rate_is_named(monkeypatch):
 
 
 def test_what_is_shipped():
-    assert len(problem.cases()) == 16 and [case.index for case in problem.cases()] == list(range(16))
+    assert len(suite.cases()) == 16 and [case.index for case in suite.cases()] == list(range(16))
     assert len(records.board()) == 17 and len(records.implementations()) == 29
     assert {"B200", "H200", "H100"} <= set(hardware.gpus())

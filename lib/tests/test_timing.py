@@ -71,7 +71,6 @@ def test_cupti_sees_launches_gaps_and_what_is_longer():
         case,
         calls=10,
         method="cupti",
-        progress=False,
     ).set_index("impl")
     assert rows.launches["naive"] == 5 and rows.launches["fused"] == 1
     assert rows.gap_us["fused"] == 0 and (rows.busy_us + rows.gap_us - rows.median_us).abs().max() < 0.2 * rows.median_us.max()

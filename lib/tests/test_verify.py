@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import qkvlab
-from qkvlab import oracle, problem, reference, verification, verify
+from qkvlab import oracle, problem, reference, suite, verification, verify
 
 SHAPES = [(2, 67)]
 
@@ -108,7 +108,7 @@ def test_the_board_would_forgive_some_of_them():
 def test_eps_matters_where_rows_are_small(device):
     inputs = qkvlab.make_inputs(1, 4, device=device)
     inputs = inputs._replace(hidden_states=inputs.hidden_states * 1e-3)
-    case = problem.case(1, 4)
+    case = suite.case(1, 4)
     assert all(row["lab"] for row in verification.check(reference, inputs, case))
     assert not all(row["lab"] for row in verification.check(eps_forgotten, inputs, case))
 

@@ -63,9 +63,14 @@ def split(inputs, out, config=None):
         *inputs[:4], *out, M,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, **asdict(config),
     )  # fmt: skip
-    rows = M * NUM_HEADS
+    normalise(*out[:2], *inputs[4:6], inputs.eps)
+
+
+def normalise(query, key, q_norm_weight, k_norm_weight, eps):
+    """Normalise query and key, each fp32 and contiguous with heads of 128 last, in place, in one launch."""
+    rows = query.numel() // HEAD_DIM
     launch(
         norms_kernel, (triton.cdiv(rows, 32), 2),
-        *out[:2], *inputs[4:6], rows, float(inputs.eps),
+        query, key, q_norm_weight, k_norm_weight, rows, float(eps),
         D=HEAD_DIM, BLOCK_M=32,
     )  # fmt: skip
