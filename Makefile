@@ -9,7 +9,7 @@ JOBS ?= 2
 # One BLAS thread a worker: the workers share the cores, and BLAS threads that wait for each other are slower than one.
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TQDM_DISABLE=1
 
-.PHONY: help lab test report notebooks profile submission judge aot doctor clean
+.PHONY: help lab test report notebooks tune profile submission judge aot doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -29,14 +29,17 @@ report: $(READY)  ## latency versus SOL: measured on a GPU, else from the record
 notebooks: $(READY)  ## execute the notebooks in place, as they are committed (on a machine without a GPU)
 	$(TEST_ENV) $(RUN) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
+tune: $(READY)  ## search launch configurations on this GPU, correctness first: writes data/tuned/<gpu>.json
+	$(RUN) -m qkvlab tune
+
 profile: $(READY)  ## Nsight Compute on one stage and case: make profile STAGE=fused CASE=0
 	$(RUN) -m qkvlab profile $(or $(STAGE),fused) $(or $(CASE),0)
 
 submission: $(READY)  ## a SOL-ExecBench solution.json of a stage: make submission STAGE=fused STYLE=return
 	$(RUN) -m qkvlab submit $(or $(STAGE),auto) --style $(or $(STYLE),return)
 
-judge: $(READY)  ## SOL-ExecBench's own evaluator on one stage or all: make judge STAGE=all
-	$(RUN) -m qkvlab judge $(or $(STAGE),auto)
+judge: $(READY)  ## SOL-ExecBench's own evaluator on one stage, or on all: make judge STAGE=fused
+	$(RUN) -m qkvlab judge $(STAGE)
 
 aot: $(READY)  ## compile every stage for a GPU that is not here: make aot ARCH=sm_100
 	$(RUN) -m qkvlab aot --arch $(or $(ARCH),sm_100)

@@ -9,29 +9,74 @@ import sys
 import pandas as pd
 
 
+def _verified(contenders):
+    """Those that are right on all 16 cases of this GPU, and the peers in any case; records every error in data/errors."""
+    from datetime import date
+
+    from . import api, hardware, problem, records, verification
+
+    right, found = [], []
+    for contender in contenders:
+        try:
+            report = verification.verify(contender)
+        except problem.UnsupportedError as reason:
+            print(f"{contender.name} does not run here: {reason}")
+            continue
+        found.append(report.table.assign(impl=contender.name, precision=contender.precision))
+        if report.passed or not isinstance(contender, api.Stage):
+            right.append(contender)
+        else:
+            print(f"not timed, because it is wrong here:\n{report}")
+    rows = pd.concat(found).assign(date=date.today().isoformat(), **hardware.state())
+    records.save(rows[list(records.ERROR_COLUMNS)].astype({"board": int, "lab": int}), "errors")
+    return right
+
+
 def report(options):
-    """Measure all stages and peers on all 16 cases (on a GPU), draw the figures, print the table."""
+    """Verify and measure all stages and peers on all 16 cases (on a GPU), draw the figures, print the table."""
     from . import api, hardware, plots, records, timing
 
     if hardware.device() == "cuda":
-        path = records.save(timing.bench([*timing.peers(), *api.contenders()]))
+        right = _verified([*timing.peers(), *api.contenders()])
+        path = records.save(timing.bench([*right, *timing.yardsticks()]))
         print(f"measured on this {hardware.gpu_name()}, written to {records.tables.shown(path)}")
     rows = records.against_sol(records.newest())
     if hardware.device() == "cpu":
         print(
             f"no GPU here: drawn from the run recorded on {rows.gpu.iloc[0]}, {rows.date.iloc[0]}, commit {rows['commit'].iloc[0]}"
         )
+    rows = records.of_the_operation(rows)
     if rows.bound_us.notna().all():
         drawn = {
             "latency_vs_sol": plots.latency_vs_sol(rows),
-            "roofline": plots.roofline(rows),
+            "roofline": plots.roofline(rows[rows.impl.isin(["torch_fp32", "fused", "auto"])]),
             "leaderboard": plots.leaderboard(records.means(rows), records.board()),
         }
         for name, figure in drawn.items():
             records.figure(name).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(records.figure(name), dpi=110)
+    else:
+        print("this GPU is not in data/devices.yaml, so there is no bound to draw against; the table stands")
     print(f"\nmedian µs by {rows.method.iloc[0]}\n{records.latencies(rows).round(1).to_string()}\n")
     print(records.means(rows).round(2).to_string(index=False))
+    return 0
+
+
+def tune(options):
+    """Search launch configurations on this GPU, correctness first, and write data/tuned/<gpu>.json."""
+    from . import problem, tables, tuning
+
+    try:
+        table = tuning.tune()
+    except problem.UnsupportedError as reason:
+        print(reason)
+        return 1
+    for entry in table["classes"]:
+        other = entry["runner_up"] or {"stage": "none", "median_us": float("nan")}
+        print(
+            f"M = {entry['M']:5}: {entry['stage']:6} {entry['median_us']:6.1f} µs {entry['config']}; then {other['stage']} {other['median_us']:.1f}"
+        )
+    print(f"{len(table['rejected'])} rejected; written to {tables.shown(tuning.write(table))}")
     return 0
 
 
@@ -60,24 +105,24 @@ def submit(options):
 
 
 def judge(options):
-    """Run the SOL-ExecBench evaluator on one stage or on all, time the same right after, and record both in data/judge."""
+    """Run SOL-ExecBench's evaluator on stages, time each right after, and record both in data/judge."""
     from . import api, hardware, records, submission, timing
 
-    stages = [stage for stage in api.contenders() if options.stage in ("all", stage.name)]
-    tables = []
-    for stage in stages:
+    judged = []
+    for stage in [stage for stage in api.contenders() if not options.stages or stage.name in options.stages]:
         try:
-            judged = submission.judge(stage.name)
+            found = submission.judge(stage.name)
         except submission.problem.UnsupportedError as reason:
             print(reason)
             return 1
         ours = timing.bench(stage)
-        judged["lab_us"] = judged.uuid.map(ours.set_index("uuid").median_us)
-        tables.append(judged.assign(evaluator="SOL-ExecBench 1.0.2", date=ours.date.iloc[0], **hardware.state()))
-    rows = pd.concat(tables)[list(submission.JUDGE_COLUMNS)]
-    print(f"written to {submission.tables.shown(records.save(rows, 'judge'))}")
-    passed = (rows.status == "PASSED").groupby(rows.impl).sum()
-    ratio = (rows.lab_us / rows.judge_us).groupby(rows.impl).median()
+        found["lab_us"] = found.uuid.map(ours.set_index("uuid").median_us)
+        judged.append(found.assign(evaluator=submission.EVALUATOR, date=ours.date.iloc[0], **hardware.state()))
+        rows = pd.concat(judged)[list(submission.JUDGE_COLUMNS)]
+        path = records.save(rows, "judge")
+    passed = (rows.status == "PASSED").groupby(rows.impl, sort=False).sum()
+    ratio = (rows.lab_us / rows.judge_us).groupby(rows.impl, sort=False).median()
+    print(f"written to {submission.tables.shown(path)}")
     print(pd.DataFrame({"passed of 16": passed, "median of ours / the judge's": ratio.round(3)}).to_string())
     return 0
 
@@ -123,15 +168,18 @@ def profile(options):
 def main():
     parser = argparse.ArgumentParser(prog="python -m qkvlab", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    for command in (report, aot, profile, submit, judge):
+    for command in (report, tune, aot, profile, submit, judge):
         entry = commands.add_parser(command.__name__, help=command.__doc__.splitlines()[0])
         entry.set_defaults(command=command)
         if command is aot:
             entry.add_argument("--arch", default="sm_100", help="sm_90, sm_100 or sm_103")
-        if command in (submit, judge):
-            entry.add_argument("stage")
+        if command is judge:
+            entry.add_argument("stages", nargs="*", help="stages by name; all of them, if none is named")
         if command is submit:
-            entry.add_argument("--style", choices=("return", "out"), default="return", help="return the outputs, or fill those that are passed")
+            entry.add_argument("stage")
+            entry.add_argument(
+                "--style", choices=("return", "out"), default="return", help="return the outputs, or fill those that are passed"
+            )
         if command is profile:
             entry.add_argument("stage")
             entry.add_argument("case", type=int)

@@ -20,13 +20,16 @@ def lacking(extras=()):
 def main():
     missing = lacking() + lacking(["test"])
     if missing:
-        print(f"{sys.executable} lacks {', '.join(missing)}: install them, or leave PYTHON= out and let make build its own environment")
+        print(
+            f"{sys.executable} lacks {', '.join(missing)}: install them, or leave PYTHON= out and let make build its own environment"
+        )
         return 1
     if lacking(["lab"]):
         print(f"for `make lab` it also lacks {', '.join(lacking(['lab']))}")
-    from qkvlab import hardware, timing
     import torch
     import triton
+
+    from qkvlab import hardware, timing
 
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, Triton {triton.__version__}, commit {hardware.commit()}")
     if hardware.device() == "cpu":

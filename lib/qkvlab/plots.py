@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from . import hardware, sol, suite
+from . import hardware, sol, suite, verification
 
 # Shape and grey level tell the series apart; colour only helps.
 STYLES = {
@@ -179,4 +179,63 @@ def leaderboard(means, board):
         "The board's 17 ranked runs (grey, B200, board's SOL) and this lab (hatched, physical bound)", loc="left", fontsize=10
     )
     axes.margins(y=0.01)
+    return figure
+
+
+def error_budget(errors, means):
+    """Worst relative error over the mean latency, a marker an implementation, the lab's limit as a line: what accuracy costs.
+
+    errors: records.recorded("errors", ...). means: records.means of the same run.
+    """
+    worst = errors.groupby("impl").relative_error.max()
+    passed = errors.groupby("impl")[["board", "lab"]].min()
+    figure, axes = plt.subplots(figsize=(8.5, 5), layout="constrained")
+    axes.axhline(verification.RELATIVE_ERROR, color=INK, linewidth=1.2)
+    axes.text(
+        0.01, verification.RELATIVE_ERROR * 1.1, "the lab's limit", transform=axes.get_yaxis_transform(), color=INK, fontsize=9
+    )
+    for position, row in enumerate(means[means.impl.isin(worst.index)].itertuples()):
+        axes.plot(row.mean_us, worst[row.impl], markersize=10, **_style(row.impl, position))
+        failed = [rule for rule in ("board", "lab") if not passed[rule][row.impl]]
+        note = f"{row.impl} ({row.precision})" + (f"\nfails: {', '.join(failed)}" if failed else "")
+        axes.annotate(note, (row.mean_us, worst[row.impl]), xytext=(8, 6), textcoords="offset points", fontsize=9, color=INK)
+    axes.set(xscale="log", yscale="log", xlabel="mean latency over the 16 cases, µs", ylabel="worst relative error of a tensor")
+    _plain(axes.xaxis)
+    axes.margins(x=0.25, y=0.15)
+    axes.grid(color=FAINT, linewidth=0.5)
+    axes.set_title(
+        f"Accuracy against latency ({', '.join(sorted(errors.gpu.unique()))}, {', '.join(sorted(errors.date.unique()))})",
+        loc="left",
+        fontsize=11,
+    )
+    return figure
+
+
+def where_time_goes(rows, impls):
+    """Busy time and gaps of a call, stacked, a bar an implementation, a panel a case: the smallest, a middle and the largest M.
+
+    rows: records.against_sol of one GPU.
+    """
+    sizes = sorted(rows.m.unique())
+    chosen = [sizes[0], sizes[len(sizes) // 2], sizes[-1]]
+    figure, panels = plt.subplots(1, 3, figsize=(10, 0.32 * len(impls) + 1.4), layout="constrained", sharey=True)
+    for axes, m in zip(panels, chosen):
+        series = rows[rows.m == m].drop_duplicates("impl").set_index("impl").loc[impls[::-1]]
+        axes.barh(series.index, series.busy_us, color="#3f7fae", edgecolor="0.3", linewidth=0.6, label="busy")
+        axes.barh(
+            series.index,
+            series.gap_us,
+            left=series.busy_us,
+            color="white",
+            edgecolor="0.3",
+            hatch="///",
+            linewidth=0.6,
+            label="gaps",
+        )
+        axes.axvline(series.bound_us.min(), color=INK, linewidth=1.5, label="bound")
+        axes.set_title(f"M = {m}", loc="left", fontsize=10)
+        axes.set_xlabel("µs")
+        axes.margins(x=0.05)
+    panels[0].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.suptitle(f"Where a call's time goes ({_origin(rows)})", x=0.01, ha="left", fontsize=11)
     return figure

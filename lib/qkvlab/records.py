@@ -2,8 +2,6 @@
 
 from functools import cache
 
-import pandas as pd
-
 from . import hardware, sol, tables
 
 RUN_COLUMNS = {
@@ -11,6 +9,13 @@ RUN_COLUMNS = {
     "median_us": float, "mean_us": float, "p5_us": float, "p95_us": float, "busy_us": float, "gap_us": float, "calls": int,
     "method": str, "sm_clock_mhz": float | None, "sm_clock_after_mhz": float | None, "torch": str, "triton": str,
     "driver": str, "commit": str, "date": str,
+}  # fmt: skip
+ERROR_COLUMNS = {
+    "gpu": str, "impl": str, "precision": str, "uuid": str, "tensor": str, "board": int, "lab": int, "elements": int, "beyond": int,
+    "worst_error": float, "relative_error": float, "torch": str, "triton": str, "driver": str, "commit": str, "date": str,
+}  # fmt: skip
+TRIAL_COLUMNS = {
+    "gpu": str, "date": str, "triton": str, "method": str, "topic": str, "variant": str, "m": int, "median_us": float, "note": str | None,
 }  # fmt: skip
 PUBLISHED = {"gpu": "H200", "date": "2026-11-30"}
 BASELINE = "torch_fp32"
@@ -56,7 +61,7 @@ def save(rows, kind="runs"):
     path = tables.DATA / kind / rows.gpu.iloc[0] / f"{rows.date.iloc[0]}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = list(RUN_COLUMNS) if kind == "runs" else list(rows)
-    rows[columns].to_csv(path, index=False, float_format="%.3f")
+    rows[columns].to_csv(path, index=False, float_format="%.6g" if kind == "errors" else "%.3f")
     return path
 
 
@@ -82,6 +87,11 @@ def against_sol(rows):
     rows["sol_score"] = sol.sol_score(rows.median_us, rows.bound_us, rows.uuid.map(baseline))
     rows["flag"] = [_flag(row, rows.method.nunique()) for row in rows.itertuples()]
     return rows
+
+
+def of_the_operation(rows):
+    """Rows without the yardsticks (gemm_only_*), which leave out part of the operation."""
+    return rows[~rows.impl.str.startswith("gemm_only")]
 
 
 def _flag(row, methods):

@@ -15,21 +15,22 @@ from pathlib import Path
 
 import pandas as pd
 
-from . import api, problem, suite, tables
+from . import api, problem, suite, tables, tuned
 from .reference import _rms_norm, reference
 
 FOLDER = tables.DATA.parent / "build" / "submission"
 PACKAGE = "qkv"
+EVALUATOR = "SOL-ExecBench 1.0.2"
 HOW_TO_GET = "pip install 'git+https://github.com/NVIDIA/SOL-ExecBench' (Python 3.12 or newer, an NVIDIA GPU)"
 JUDGE_COLUMNS = {
     "gpu": str, "impl": str, "uuid": str, "status": str, "judge_us": float | None, "lab_us": float | None,
-    "judge_reference_us": float | None, "max_absolute_error": float | None, "evaluator": str, "torch": str, "triton": str,
+    "max_absolute_error": float | None, "evaluator": str, "torch": str, "triton": str,
     "driver": str, "commit": str, "date": str,
 }  # fmt: skip
 
 _ENTRY = '''"""{definition}: {about}.
 
-Precision of the products: {precision}; {launches} launch(es) a call. Nothing is kept from call to call but compiled kernels.
+Precision of the products: {precision}. Nothing is kept from call to call but compiled kernels.
 """
 
 from {package}.{module} import {function}
@@ -54,7 +55,7 @@ def solution(name, *, destination_passing):
     call = f"{stage.function.__name__}({given})"
     module = stage.function.__module__.removeprefix("qkvlab.")
     main = _ENTRY.format(
-        definition=problem.DEFINITION, about=stage.about, precision=stage.precision, launches=stage.launches,
+        definition=problem.DEFINITION, about=stage.about, precision=stage.precision,
         package=PACKAGE, module=module, function=stage.function.__name__,
         arguments=", ".join([*inputs, *(outputs if destination_passing else ())]),
         returns="the outputs are written in place" if destination_passing else "returns " + ", ".join(outputs),
@@ -81,7 +82,7 @@ def _modules(name):
     found, waiting = {}, [name]
     while waiting:
         module = waiting.pop()
-        source = Path(importlib.util.find_spec(module).origin).read_text()
+        source = _table() if module == "qkvlab.tuned" else Path(importlib.util.find_spec(module).origin).read_text()
         path = module.replace("qkvlab", PACKAGE).replace(".", "/") + ".py"
         if path in found:
             continue
@@ -93,6 +94,19 @@ def _modules(name):
                 waiting += names
     packages = {str(parent / "__init__.py") for path in found for parent in Path(path).parents if parent.name}
     return [{"path": path, "content": found.get(path, "# package\n")} for path in sorted(packages | set(found))]
+
+
+def _table():
+    """The source that stands in for tuned.py, which reads data/tuned: the same tables, and the same function."""
+    lines = [
+        f"    {gpu!r}: (\n" + "".join(f"        {entry!r},\n" for entry in found) + "    ),\n"
+        for gpu, found in tuned.known().items()
+    ]
+    return (
+        '"""What tuning found for a GPU, as api.chosen wants it: {gpu: ((M, stage, config), ...)}."""\n\n'
+        "from functools import cache\n\nimport torch\n\n"
+        f"KNOWN = {{\n{''.join(lines)}}}\n\n\ndef known():\n    return KNOWN\n\n\n{inspect.getsource(tuned.classes.__wrapped__)}"
+    )
 
 
 def definition():
@@ -143,10 +157,14 @@ def workloads():
 
 
 def write(name, *, destination_passing=False, folder=FOLDER):
-    """Write <folder>/solution.json and <folder>/problem/{definition.json, workload.jsonl}; returns the solution's path."""
+    """Write <folder>/solution.json and <folder>/problem/{definition.json, workload.jsonl, config.json}; returns the solution's path.
+
+    The configuration leaves out the evaluator's timing of the reference: the lab has PyTorch fp32 among its peers.
+    """
     (folder / "problem").mkdir(parents=True, exist_ok=True)
     (folder / "problem" / "definition.json").write_text(json.dumps(definition(), indent=2))
     (folder / "problem" / "workload.jsonl").write_text("\n".join(map(json.dumps, workloads())) + "\n")
+    (folder / "problem" / "config.json").write_text(json.dumps({"benchmark_reference": False}))
     path = folder / "solution.json"
     path.write_text(json.dumps(solution(name, destination_passing=destination_passing), indent=2))
     return path
@@ -170,7 +188,7 @@ def judge(name, *, destination_passing=False, folder=FOLDER):
 
 
 def traces(path):
-    """The evaluator's traces, a row a case: impl, uuid, status, judge_us, judge_reference_us, max_absolute_error (NaN where it gave none)."""
+    """The evaluator's traces, a row a case: impl, uuid, status, judge_us, max_absolute_error (NaN where it gave none)."""
     rows = []
     for trace in map(json.loads, Path(path).read_text().splitlines()):
         found = trace["evaluation"]
@@ -180,7 +198,6 @@ def traces(path):
             "uuid": trace["workload"]["uuid"],
             "status": found["status"],
             "judge_us": performance.get("latency_ms", float("nan")) * 1e3,
-            "judge_reference_us": performance.get("reference_latency_ms", float("nan")) * 1e3,
             "max_absolute_error": correctness.get("max_absolute_error", float("nan")),
         })  # fmt: skip
     return pd.DataFrame(rows)

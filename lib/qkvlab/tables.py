@@ -30,7 +30,7 @@ def existing(path):
 def read(path, columns):
     """Read a CSV file whose header is exactly the names in `columns`, in any order.
 
-    columns: name -> int, float, str, or `float | None` where an empty field is NaN.
+    columns: name -> int, float, str, or `float | None`, `str | None` where a field may be empty (NaN, '').
     Returns a DataFrame in the order of `columns`. Raises FileNotFoundError or TableError.
     """
     rows = []
@@ -53,10 +53,10 @@ def read(path, columns):
 
 
 def _parse(text, kind, where):
-    if kind == float | None:
+    if kind in (float | None, str | None):
+        kind = kind.__args__[0]
         if not text:
-            return float("nan")
-        kind = float
+            return float("nan") if kind is float else ""
     try:
         value = kind(text)
     except ValueError:

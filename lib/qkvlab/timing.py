@@ -36,6 +36,9 @@ class Timed:
     precision: str = "unstated"
     launches: int | None = None
 
+    def __call__(self, *args):
+        return self.function(*args)
+
 
 def bench(fns, cases=None, *, calls=CALLS, method=None):
     """Time callables with the reference's signature on `cases` (default: all 16). Returns the rows of data/runs.

@@ -22,6 +22,10 @@ OUTLIER_FACTOR = 2.0
 OUTLIER_SHARE = 1e-3
 RELATIVE_ERROR = 1e-3
 LARGEST_M_ON_CPU = 586
+COLUMNS = [
+    "case", "uuid", "round", "tensor", "board", "lab", "elements", "beyond", "worst_error", "worst_index", "worst_value",
+    "worst_expected", "relative_error", "verdict",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,15 @@ def verify(fn, cases=None, *, rounds=1, seed=200):
     rows = []
     for case, draw in tqdm(work, desc=f"verify {name}", leave=False):
         inputs = suite.make_inputs(case.batch_size, case.seq_len, device=device, seed=seed + draw)
-        rows += [{"case": str(case), "round": draw, **row} for row in check(fn, inputs, case)]
-    return Report(name, pd.DataFrame(rows))
+        rows += [{"case": str(case), "uuid": case.uuid, "round": draw, **row} for row in check(fn, inputs, case)]
+    return Report(name, pd.DataFrame(rows, columns=COLUMNS))
 
 
 def check(fn, inputs, case):
     """One call of `fn` on `inputs`, judged: a dict for each of the three tensors, with the keys
 
-    tensor, board (bool), lab (bool), beyond (elements beyond max_atol), worst_index, worst_value, worst_expected,
-    relative_error, verdict (one sentence).
+    tensor, board (bool), lab (bool), elements, beyond (how many of them beyond max_atol), worst_error, worst_index,
+    worst_value, worst_expected, relative_error (Frobenius), verdict (one sentence).
     """
     before = [tensor.clone() for tensor in inputs[:6]]
     expected = oracle(*inputs)
@@ -122,18 +126,17 @@ def _overlap(a, b):
 
 def _judge(out, expected, case, faults):
     if out.shape != expected.shape or out.dtype != torch.float32:
-        sentence = f"is {out.dtype} {list(out.shape)}, expected torch.float32 {list(expected.shape)}"
-        return _row(False, False, 0, None, float("nan"), float("nan"), float("nan"), sentence)
+        verdict = f"is {out.dtype} {list(out.shape)}, expected torch.float32 {list(expected.shape)}"
+        return {"board": False, "lab": False, "elements": out.numel(), "verdict": verdict}
     if not out.numel():
-        return _row(True, not faults, 0, None, float("nan"), float("nan"), 0.0, "; ".join(faults) or "empty, as expected")
-    error = (out - expected).abs()
+        return {"board": True, "lab": not faults, "elements": 0, "verdict": "; ".join(faults) or "empty, as expected"}
     # An element that cannot be compared counts as infinitely wrong, but for agreement on what is not finite.
     same = (out == expected) | (out.isnan() & expected.isnan())
-    error = error.nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
+    error = (out - expected).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
     beyond = int((error > case.max_atol).sum())
     flat = int(error.argmax())
     index = tuple(int(i) for i in np.unravel_index(flat, out.shape))
-    worst, value, wanted = (float(t.flatten()[flat]) for t in (error, out, expected))
+    worst, value, wanted = (float(tensor.flatten()[flat]) for tensor in (error, out, expected))
     finite = expected.isfinite()
     norm = float(expected[finite].norm())
     relative = float(error[finite].norm()) / norm if norm else float(error.max())
@@ -151,19 +154,11 @@ def _judge(out, expected, case, faults):
         reasons.append(f"{beyond} of {out.numel()} elements beyond {case.max_atol:g}")
     if not relative <= RELATIVE_ERROR:
         reasons.append(f"relative error {relative:.1e}, at most {RELATIVE_ERROR:g} allowed")
+    lab = not reasons
+    if not board:
+        reasons.append("fails the board's rule")
     where = f"worst at {index}: {value:.6g}, expected {wanted:.6g}"
-    sentence = "; ".join([*(reasons or ([] if board else ["fails the board's rule"])), where])
-    return _row(board, not reasons, beyond, index, value, wanted, relative, sentence)
-
-
-def _row(board, lab, beyond, index, value, expected, relative, verdict):
     return {
-        "board": board,
-        "lab": lab,
-        "beyond": beyond,
-        "worst_index": index,
-        "worst_value": value,
-        "worst_expected": expected,
-        "relative_error": relative,
-        "verdict": verdict,
-    }
+        "board": board, "lab": lab, "elements": out.numel(), "beyond": beyond, "worst_error": worst, "worst_index": index,
+        "worst_value": value, "worst_expected": wanted, "relative_error": relative, "verdict": "; ".join([*reasons, where]),
+    }  # fmt: skip

@@ -4,10 +4,10 @@ import inspect
 
 import pytest
 import torch
-
-import qkvlab  # before triton: it decides where kernels run
 import triton
 import triton.language as tl
+
+import qkvlab  # before triton: it decides where kernels run
 from qkvlab import IMPLEMENTATIONS, oracle, problem, verification, verify
 from qkvlab.kernels import tile
 

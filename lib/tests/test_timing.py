@@ -8,7 +8,6 @@ import torch
 import qkvlab
 from qkvlab import bench, records, reference, timing
 
-
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times on a GPU")
 
 
@@ -80,7 +79,5 @@ def test_cupti_sees_launches_gaps_and_what_is_longer():
 @on_gpu
 def test_events_are_marked_and_never_shorter():
     case, fused = [qkvlab.case(8, 512)], qkvlab.IMPLEMENTATIONS["fused"]
-    events, cupti = (
-        bench(fused, case, calls=20, method=method).iloc[0] for method in ("cuda-events", "cupti")
-    )
+    events, cupti = (bench(fused, case, calls=20, method=method).iloc[0] for method in ("cuda-events", "cupti"))
     assert (events.method, cupti.method) == ("cuda-events", "cupti") and events.median_us > 0.95 * cupti.median_us

@@ -5,13 +5,11 @@ and scales the accumulators before they are stored. Ledger: 1 launch; the same F
 norms move is gone, and every output byte is written once.
 """
 
-from dataclasses import asdict
-
 import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, operation
-from .launch import launch
+from .launch import launch, meta
 from .tile import heuristic, project_tile, rms_norm, store_tile
 
 
@@ -45,5 +43,5 @@ def fused(inputs, out, config=None):
     launch(
         fused_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
         *inputs[:6], *out, M, float(inputs.eps),
-        K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, **asdict(config),
+        K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, **meta(config),
     )  # fmt: skip

@@ -4,13 +4,11 @@ Ledger: 5 launches; 2 * M * 1024 * 3072 FLOPs. Beside the operands it needs, eac
 and each norm reads and writes its 4096 bytes a token once more: 24 KiB a token where the fused kernel moves none of it.
 """
 
-from dataclasses import asdict
-
 import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, operation
-from .launch import launch
+from .launch import launch, meta
 from .tile import heuristic, project_tile, rms_norm, store_tile
 
 
@@ -51,7 +49,7 @@ def naive(inputs, out, config=None):
         launch(
             matmul_kernel, (NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
             inputs.hidden_states, weight, projected, M,
-            N=QKV_OUT_SIZE, K=HIDDEN_SIZE, BLOCK_N=HEAD_DIM, **asdict(config),
+            N=QKV_OUT_SIZE, K=HIDDEN_SIZE, BLOCK_N=HEAD_DIM, **meta(config),
         )  # fmt: skip
     rows = M * NUM_HEADS
     for weight, projected in zip(inputs[4:6], out):

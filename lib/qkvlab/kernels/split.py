@@ -4,13 +4,11 @@ Ledger: 2 launches instead of 5; the same FLOPs. A row block of hidden_states is
 it is in the L2. The norms still read and write query and key once more: 16 KiB a token.
 """
 
-from dataclasses import asdict
-
 import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, operation
-from .launch import launch
+from .launch import launch, meta
 from .tile import heuristic, project_tile, rms_norm, store_tile
 
 
@@ -61,7 +59,7 @@ def split(inputs, out, config=None):
     launch(
         project_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
         *inputs[:4], *out, M,
-        K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, **asdict(config),
+        K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, **meta(config),
     )  # fmt: skip
     normalise(*out[:2], *inputs[4:6], inputs.eps)
 

@@ -7,18 +7,10 @@ truncation: they would have to go from registers back to shared memory, which co
 Triton 3.6.0, CUPTI medians: 325 µs with both rounded, 219 µs with one), and one rounded operand is enough to pass.
 """
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
-
-@dataclass(frozen=True)
-class Config:
-    BLOCK_M: int
-    BLOCK_K: int
-    num_warps: int
-    num_stages: int
+from .launch import Config
 
 
 def heuristic(M, device):
