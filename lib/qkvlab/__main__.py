@@ -10,13 +10,16 @@ import pandas as pd
 
 
 def _verified(contenders):
-    """Those that are right on all 16 cases of this GPU, and the peers in any case; records every error in data/errors."""
+    """Those stages that are right on all 16 cases of this GPU, and the peers in any case; records every error in data/errors."""
     from datetime import date
 
     from . import api, hardware, problem, records, verification
 
     right, found = [], []
     for contender in contenders:
+        if contender.name == "torch_compile_tf32":  # poisoned memory would have it compile everything a second time
+            right.append(contender)
+            continue
         try:
             report = verification.verify(contender)
         except problem.UnsupportedError as reason:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 
 from . import tuned
+from .kernels.exact import exact
 from .kernels.fused import fused
 from .kernels.launch import Config
 from .kernels.naive import naive
-from .kernels.pair import exact, pair
+from .kernels.pair import pair
 from .kernels.split import split
 from .kernels.tma import tma
 from .problem import EPS
@@ -41,8 +42,8 @@ IMPLEMENTATIONS = {
         Stage("split", "one launch for the projections, one for the norms", split, 2, "tf32", _ANYWHERE),
         Stage("fused", "the norm in the GEMM's epilogue", fused, 1, "tf32", _ANYWHERE),
         Stage("tma", "the copy engine loads and rounds the tiles", tma, 1, "tf32", _TMA),
-        Stage("pair", "everything cast to scaled fp16, then a persistent GEMM", pair, 2, "fp16", _TMA),
-        Stage("exact", "three products of high and low fp16 parts", exact, 2, "3xfp16", _TMA),
+        Stage("pair", "everything cast to scaled fp16, then the fused GEMM", pair, 2, "fp16", _ANYWHERE),
+        Stage("exact", "three products of high and low fp16 parts", exact, 2, "3xfp16", _ANYWHERE),
     )
 }
 
@@ -79,7 +80,8 @@ def chosen(M, device):
     """M = batch_size * seq_len, torch.device -> Choice.
 
     On a GPU that was tuned for, the smallest tuned M that is not below this one decides, the largest beyond them all.
-    Elsewhere a heuristic: tma up to M = 1024 and pair above, as on the H200 (2026-11-30), fused without TMA.
+    Elsewhere a heuristic: tma up to M = 1024, fused above and where there is no TMA. pair and exact wait for `make tune`:
+    what has not passed its rounds of checks on a GPU is not picked there.
     """
     if device.type != "cuda":
         return Choice("fused", None, "no GPU")
@@ -87,9 +89,8 @@ def chosen(M, device):
     if classes:
         tuned_m, stage, config = next((entry for entry in classes if entry[0] >= M), classes[-1])
         return Choice(stage, Config(**config), f"tuned at M = {tuned_m}")
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return Choice("fused", None, "heuristic: no TMA")
-    return Choice("tma" if M <= 1024 else "pair", None, "heuristic: nobody tuned for this GPU")
+    has_tma = torch.cuda.get_device_capability(device) >= (9, 0)
+    return Choice("tma" if M <= 1024 and has_tma else "fused", None, "heuristic: nobody tuned for this GPU")
 
 
 def contenders():

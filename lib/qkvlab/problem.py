@@ -31,6 +31,11 @@ class Inputs(NamedTuple):
     k_norm_weight: torch.Tensor  # [128]
     eps: float = EPS
 
+    @property
+    def M(self):
+        """Rows of the GEMM: batch_size * seq_len."""
+        return self.hidden_states.shape[0] * self.hidden_states.shape[1]
+
 
 class QKV(NamedTuple):
     """The operation's results, each fp32 [B, S, 8, 128]; query and key are normalised head by head, value is not."""

@@ -83,9 +83,8 @@ def tma(inputs, out, config=None):
 
     Raises UnsupportedError on a GPU without TMA (before compute capability 9.0).
     """
-    states = inputs.hidden_states.flatten(0, 1)
+    states, M = inputs.hidden_states.flatten(0, 1), inputs.M
     needs_hopper(states.device)
-    M = states.shape[0]
     config = config or heuristic(M, states.device)
     tiles_m = triton.cdiv(M, config.BLOCK_M)
     launch(

@@ -1,0 +1,57 @@
+"""The README says what is: its figures are the recorded run's, its links and make targets exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from qkvlab import IMPLEMENTATIONS, records
+
+TOP = Path(__file__).parents[2]
+README = (TOP / "README.md").read_text()
+
+
+def stages():
+    """{stage: the cells of its row}."""
+    table = README.split("<!-- stages:")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    return {row[0]: row for row in rows[2:]}
+
+
+def test_figures_are_the_recorded_runs():
+    means = records.means(records.against_sol(records.recorded())).set_index("impl")
+    shown = {impl: row[3] for impl, row in stages().items() if row[3]}
+    assert shown == {impl: f"{means.mean_us[impl]:.1f}" for impl in shown} and len(shown) >= 6
+    bound = re.search(r"The bound is ([\d.]+) µs with fp16", README).group(1)
+    assert bound == f"{means.mean_bound_us['fused']:.1f}"
+    assert records.PUBLISHED["date"] in README and records.PUBLISHED["gpu"] in README
+
+
+def test_every_stage_is_listed_as_it_is():
+    rows = stages()
+    assert [impl for impl in rows if not impl.startswith("torch")] == list(IMPLEMENTATIONS)
+    for name, stage in IMPLEMENTATIONS.items():
+        assert rows[name][1:3] == [str(stage.launches), stage.precision] and rows[name][4] == stage.about
+
+
+@pytest.mark.parametrize("document", ["README.md", "data/README.md"])
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#]+)\)", (TOP / document).read_text()):
+        assert target.startswith("https://") or (TOP / document).parent.joinpath(target).exists(), target
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z]+):", (TOP / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"make ([a-z]+)", README)) - {"its"} <= targets
+
+
+def test_nothing_else_at_the_top():
+    import subprocess
+
+    tracked = subprocess.run(["git", "ls-files"], cwd=TOP, capture_output=True, text=True)
+    if tracked.returncode or not tracked.stdout:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} <= {
+        "notebooks", "lib", "data", "environment.yml", "README.md", "Makefile", "LICENSE"
+    }  # fmt: skip
