@@ -27,9 +27,10 @@ def main():
     if lacking(["lab"]):
         print(f"for `make lab` it also lacks {', '.join(lacking(['lab']))}")
     import torch
-    import triton
 
-    from qkvlab import hardware, timing
+    from qkvlab import hardware, timing  # before triton: it decides where kernels run
+
+    import triton  # isort: skip
 
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, Triton {triton.__version__}, commit {hardware.commit()}")
     if hardware.device() == "cpu":

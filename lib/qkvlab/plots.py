@@ -119,7 +119,7 @@ def roofline(rows):
         if gpu.measured:
             measured = gpu.measured[name]
             axes.plot(x, np.minimum(x * gpu.measured["dram_tb_s"], measured), color=INK, linewidth=0.9, linestyle="--", zorder=1)
-            axes.text(high * 0.98, measured * 0.96, f"{measured:g} measured", ha="right", va="top", fontsize=8, color="0.35")
+            axes.text(high * 0.6, measured * 0.96, f"{measured:g} measured", ha="right", va="top", fontsize=8, color="0.35")
     _label_slope(axes, low * 1.25, gpu.dram_tb_s, f"DRAM {gpu.dram_tb_s:g} TB/s", "bottom")
     if gpu.measured:
         _label_slope(axes, low * 1.25, gpu.measured["dram_tb_s"], f"{gpu.measured['dram_tb_s']:g} measured", "top")
