@@ -37,7 +37,7 @@ def candidates(M, device):
 def rejection(stage, config, shape):
     """Why a configuration is not admitted at (batch_size, seq_len), or '' if it is."""
     run = partial(api.IMPLEMENTATIONS[stage].function, config=config)
-    inputs = suite.make_inputs(*shape, device="cuda")
+    inputs = suite.make_inputs(*shape, device=hardware.device())
     try:
         first, second = run(*inputs), run(*inputs)
     except Exception as error:  # whatever the compiler or the driver has to say is the reason

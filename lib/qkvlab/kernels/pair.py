@@ -19,7 +19,6 @@ from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, operation
 from .launch import Config, launch, meta
 from .tile import rms_norm, store_tile
 
-CAST_ROWS = 4
 WEIGHT_ROWS = 3 * QKV_OUT_SIZE
 
 
@@ -124,10 +123,11 @@ def multiply(kernel, inputs, out, config, *, parts):
     # Allocated by the call, so two calls in flight never share it.
     cast = states.new_empty(parts * (WEIGHT_ROWS + M), HIDDEN_SIZE, dtype=torch.float16)
     unscale = states.new_empty(WEIGHT_ROWS + M)
+    cast_rows = 256 if states.device.type == "cpu" else 4  # the interpreter's time goes with the number of programs
     launch(
-        cast_kernel, (triton.cdiv(WEIGHT_ROWS + M, CAST_ROWS),),
+        cast_kernel, (triton.cdiv(WEIGHT_ROWS + M, cast_rows),),
         *inputs[:4], cast, unscale, M,
-        K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=CAST_ROWS, LOW=parts == 2,
+        K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=cast_rows, LOW=parts == 2,
     )  # fmt: skip
     launch(
         kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),

@@ -1,0 +1,111 @@
+"""What "auto" runs, and how a configuration is admitted to the table that tells it."""
+
+import json
+
+import pytest
+import torch
+
+from qkvlab import IMPLEMENTATIONS, Stage, UnsupportedError, api, hardware, reference, tables, tuned, tuning
+from qkvlab.kernels.launch import Config
+
+CUDA = torch.device("cuda", 0)
+FAKE = {"stage": "tma", "config": {"BLOCK_M": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5}}
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Pretend that the CUDA device has this name and capability, and that these tables are on record."""
+
+    def pretend(name, capability, known):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(tuned, "known", lambda: known)
+        monkeypatch.setattr(tuned, "classes", tuned.classes.__wrapped__)
+        return api.chosen.__wrapped__
+
+    return pretend
+
+
+def test_the_smallest_class_that_is_not_below(on):
+    table = tuple((m, "tma", FAKE["config"] | {"BLOCK_M": block}) for m, block in ((64, 16), (256, 32), (1024, 128)))
+    chosen = on("NVIDIA H200", (9, 0), {"H200": table})
+    assert [chosen(m, CUDA).config.BLOCK_M for m in (1, 64, 65, 256, 257, 1024, 9999)] == [16, 16, 32, 32, 128, 128, 128]
+    assert chosen(65, CUDA).why == "tuned at M = 256" and isinstance(chosen(1, CUDA).config, Config)
+
+
+def test_a_gpu_that_nobody_tuned_for_works_and_says_so(on):
+    chosen = on("NVIDIA B300", (10, 3), {"H200": ((64, "tma", FAKE["config"]),)})
+    assert [chosen(m, CUDA).stage for m in (1, 1024, 1025)] == ["tma", "tma", "fused"]
+    assert chosen(1, CUDA).why == "heuristic: nobody tuned for this GPU" and chosen(1, CUDA).config is None
+
+
+def test_without_tma(on):
+    assert on("NVIDIA A100", (8, 0), {})(1, CUDA).stage == "fused"
+
+
+def test_without_a_gpu(device):
+    if device == "cpu":
+        assert api.chosen(5, torch.device("cpu")) == ("fused", None, "no GPU")
+
+
+def test_what_is_written_is_what_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "DATA", tmp_path)
+    tuning.write({"gpu": "H200", "classes": [{"M": 131, **FAKE, "median_us": 9.2, "runner_up": None}], "rejected": []})
+    assert tuned.known.__wrapped__() == {"H200": ((131, "tma", FAKE["config"]),)}
+    assert json.loads((tmp_path / "tuned" / "H200.json").read_text())["classes"][0]["median_us"] == 9.2
+
+
+def test_every_candidate_is_a_stage_with_a_configuration():
+    for batch_size, seq_len in tuning.SHAPES:
+        found = tuning.candidates(batch_size * seq_len, CUDA if torch.cuda.is_available() else torch.device("cpu"))
+        assert len(set(found)) == len(found) > 2 and all(
+            stage in IMPLEMENTATIONS and isinstance(config, Config) for stage, config in found
+        )
+
+
+CONFIG = Config(BLOCK_M=16, BLOCK_K=128, num_warps=4, num_stages=2)
+
+
+def test_a_right_configuration_is_admitted(monkeypatch):
+    monkeypatch.setattr(tuning, "ROUNDS", 2)
+    assert tuning.rejection("fused", CONFIG, (1, 9)) == ""
+
+
+calls = []
+
+
+def unsteady(*inputs, config=None):
+    calls.append(config)
+    out = reference(*inputs)
+    out.value_states[0, 0, 0, 0] += 1e-6 * len(calls)
+    return out
+
+
+def sometimes_wrong(*inputs, config=None):
+    calls.append(config)
+    out = reference(*inputs)
+    if len(calls) > 4:
+        out.key_states[0, 0, 0, 0] += 1.0
+    return out
+
+
+def raises(*inputs, config=None):
+    raise RuntimeError("out of resource: shared memory")
+
+
+@pytest.mark.parametrize(
+    "function, reason",
+    [(unsteady, "two calls on the same inputs differ"), (sometimes_wrong, "wrong: 1 of"), (raises, "out of resource")],
+)
+def test_what_is_not_right_every_time_is_rejected_with_the_reason(monkeypatch, function, reason):
+    calls.clear()
+    monkeypatch.setattr(tuning, "ROUNDS", 5)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "odd", Stage("odd", "", function, 1, "fp32", ""))
+    assert reason in tuning.rejection("odd", CONFIG, (1, 9))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_tuning_needs_a_gpu():
+    with pytest.raises(UnsupportedError, match="tuning needs an NVIDIA GPU"):
+        tuning.tune()
+    assert hardware.device() == "cpu"
