@@ -198,7 +198,14 @@ def error_budget(errors, means):
         axes.plot(row.mean_us, worst[row.impl], markersize=10, **_style(row.impl, position))
         failed = [rule for rule in ("board", "lab") if not passed[rule][row.impl]]
         note = f"{row.impl} ({row.precision})" + (f"\nfails: {', '.join(failed)}" if failed else "")
-        axes.annotate(note, (row.mean_us, worst[row.impl]), xytext=(8, 6), textcoords="offset points", fontsize=9, color=INK)
+        axes.annotate(
+            note,
+            (row.mean_us, worst[row.impl]),
+            xytext=(8, -16 if position % 2 else 8),
+            textcoords="offset points",
+            fontsize=9,
+            color=INK,
+        )
     axes.set(xscale="log", yscale="log", xlabel="mean latency over the 16 cases, µs", ylabel="worst relative error of a tensor")
     _plain(axes.xaxis)
     axes.margins(x=0.25, y=0.15)

@@ -42,7 +42,7 @@ def rejection(stage, config, shape):
         first, second = run(*inputs), run(*inputs)
     except Exception as error:  # whatever the compiler or the driver has to say is the reason
         return f"does not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    spilling = [kernel for kernel, compiled in launch.compiled_with(config, run.func.__module__) if compiled.n_spills]
+    spilling = [kernel for kernel, compiled in launch.compiled_with(config) if compiled.n_spills]
     if spilling:
         return f"spills in {', '.join(spilling)}"
     if not all(torch.equal(a, b) for a, b in zip(first, second)):

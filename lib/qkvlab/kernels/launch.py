@@ -60,14 +60,10 @@ def launch(kernel, grid, *args, **meta):
     compiled[(*grid, 1, 1)[:3]](*args, *constexprs)
 
 
-def compiled_with(config, module):
-    """[(kernel's name, compiled kernel)] of what a stage's module has launched with a configuration."""
+def compiled_with(config):
+    """[(kernel's name, compiled kernel)] of what was launched here with a configuration."""
     values = tuple(meta(config).values())
-    return [
-        (function.__name__, compiled)
-        for (function, _, *rest), (compiled, _) in _compiled.items()
-        if tuple(rest[-len(values) :]) == values and function.__module__ == module
-    ]
+    return [(key[0].__name__, compiled) for key, (compiled, _) in _compiled.items() if key[-len(values) :] == values]
 
 
 def rounding_descriptor(tensor, block_shape):

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, operation
 from .launch import launch, meta
-from .tile import heuristic, project_tile, rms_norm, store_tile
+from .tile import heuristic, norm_rows, project_tile, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -25,18 +25,9 @@ def matmul_kernel(
 
 
 @triton.jit(do_not_specialize=["ROWS"])
-def rms_norm_kernel(
-    x, weight,
-    ROWS, eps,
-    D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Normalise x [ROWS, D] fp32 in place, each row times weight [D]; a row is one head of one token."""
-    o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, D)
-    m_m = o_m[:, None] < ROWS
-    p_x = x + o_m[:, None] * D + o_d[None, :]
-    b_x = tl.load(p_x, mask=m_m, other=0.0)
-    tl.store(p_x, rms_norm(b_x, tl.load(weight + o_d), eps), mask=m_m)
+def rms_norm_kernel(x, weight, ROWS, eps, D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Normalise x [ROWS, D] fp32 in place, each row times weight [D]; one program a block of rows."""
+    norm_rows(x, weight, tl.program_id(0), ROWS, eps, D, BLOCK_M)
 
 
 @operation

@@ -72,21 +72,16 @@ def cast_kernel(
     tl.store(unscale + o_row, ((b_exponent - 14) << 23).to(tl.float32, bitcast=True), mask=m_row)
 
 
-@triton.jit
-def unscaled(b_acc, unscale, o_m, o_n, M, N: tl.constexpr):
-    """b_acc [BLOCK_M, BLOCK_N], a product of scaled rows, as the product of the rows themselves: both scales undone."""
-    b_x = tl.load(unscale + 3 * N + o_m, mask=o_m < M, other=0.0)
-    b_w = tl.load(unscale + o_n)
-    return b_acc * (b_x[:, None] * b_w[None, :])
-
-
 @triton.jit(do_not_specialize=["M"])
 def gemm_kernel(
     cast, unscale, q_norm_weight, k_norm_weight, q, k, v,
     M, eps,
-    K: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v [M, HEADS * D] fp32 from what cast_kernel wrote; program (i, i_m) makes one head of one projection."""
+    """q, k, v [M, HEADS * D] fp32 from what cast_kernel wrote; program (i, i_m) makes one head of one projection.
+
+    LOW: from high and low parts, three products (see exact.py).
+    """
     N: tl.constexpr = HEADS * D
     i_proj, i_head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     i_m = tl.program_id(1)
@@ -103,9 +98,18 @@ def gemm_kernel(
     p_x = cast + (3 * N + tl.minimum(o_m, M - 1))[:, None] * K + o_k[None, :]
     p_w = cast + o_n[None, :] * K + o_k[:, None]
     b_acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    low = (3 * N + tl.cast(M, tl.int64)) * K
     for i_k in range(0, K, BLOCK_K):
-        b_acc = tl.dot(tl.load(p_x + i_k), tl.load(p_w + i_k), b_acc)
-    b_out = unscaled(b_acc, unscale, o_m, o_n, M, N)
+        b_x, b_w = tl.load(p_x + i_k), tl.load(p_w + i_k)
+        if LOW:
+            # The small products first; each chunk starts from zero, and the sum over chunks is taken in fp32 registers.
+            b_chunk = tl.dot(tl.load(p_x + low + i_k), b_w)
+            b_chunk = tl.dot(b_x, tl.load(p_w + low + i_k), b_chunk)
+            b_acc += tl.dot(b_x, b_w, b_chunk)
+        else:
+            b_acc = tl.dot(b_x, b_w, b_acc)
+    b_x_scale = tl.load(unscale + 3 * N + o_m, mask=o_m < M, other=0.0)
+    b_out = b_acc * (b_x_scale[:, None] * tl.load(unscale + o_n)[None, :])
     if i_proj < 2:
         b_out = rms_norm(b_out, tl.load(norm_weight + tl.arange(0, D)), eps)
     store_tile(out, b_out, i_m, i_head, M, N, BLOCK_M, D)
@@ -114,23 +118,23 @@ def gemm_kernel(
 @operation
 def pair(inputs, out, config=None):
     """The operation in two launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises."""
-    multiply(gemm_kernel, inputs, out, config or heuristic(inputs.M, inputs.hidden_states.device), parts=1)
+    cast_and_multiply(inputs, out, config or heuristic(inputs.M, inputs.hidden_states.device), low=False)
 
 
-def multiply(kernel, inputs, out, config, *, parts):
-    """Cast to `parts` fp16 matrices, then launch `kernel`, which has gemm_kernel's signature, on them."""
+def cast_and_multiply(inputs, out, config, *, low):
+    """Both launches; low: with the low parts too."""
     states, M = inputs.hidden_states, inputs.M
     # Allocated by the call, so two calls in flight never share it.
-    cast = states.new_empty(parts * (WEIGHT_ROWS + M), HIDDEN_SIZE, dtype=torch.float16)
+    cast = states.new_empty((1 + low) * (WEIGHT_ROWS + M), HIDDEN_SIZE, dtype=torch.float16)
     unscale = states.new_empty(WEIGHT_ROWS + M)
     cast_rows = 256 if states.device.type == "cpu" else 4  # the interpreter's time goes with the number of programs
     launch(
         cast_kernel, (triton.cdiv(WEIGHT_ROWS + M, cast_rows),),
         *inputs[:4], cast, unscale, M,
-        K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=cast_rows, LOW=parts == 2,
+        K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=cast_rows, LOW=low,
     )  # fmt: skip
     launch(
-        kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
+        gemm_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
         cast, unscale, *inputs[4:6], *out, M, float(inputs.eps),
-        K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, **meta(config),
+        K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, LOW=low, **meta(config),
     )  # fmt: skip

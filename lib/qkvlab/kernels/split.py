@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, operation
 from .launch import launch, meta
-from .tile import heuristic, project_tile, rms_norm, store_tile
+from .tile import heuristic, norm_rows, project_tile, store_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -42,12 +42,7 @@ def norms_kernel(
         x, weight = q, q_norm_weight
     else:
         x, weight = k, k_norm_weight
-    o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, D)
-    m_m = o_m[:, None] < ROWS
-    p_x = x + o_m[:, None] * D + o_d[None, :]
-    b_x = tl.load(p_x, mask=m_m, other=0.0)
-    tl.store(p_x, rms_norm(b_x, tl.load(weight + o_d), eps), mask=m_m)
+    norm_rows(x, weight, tl.program_id(0), ROWS, eps, D, BLOCK_M)
 
 
 @operation

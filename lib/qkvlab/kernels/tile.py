@@ -75,3 +75,14 @@ def store_tile(
     o_m = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out + o_m[:, None] * N + o_n[None, :], b_out, mask=o_m[:, None] < M)
+
+
+@triton.jit
+def norm_rows(x, weight, i, ROWS, eps, D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Block i of BLOCK_M rows of x [ROWS, D] fp32, normalised in place, each row times weight [D]; a row is one head of one token."""
+    o_m = i.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, D)
+    m_m = o_m[:, None] < ROWS
+    p_x = x + o_m[:, None] * D + o_d[None, :]
+    b_x = tl.load(p_x, mask=m_m, other=0.0)
+    tl.store(p_x, rms_norm(b_x, tl.load(weight + o_d), eps), mask=m_m)
