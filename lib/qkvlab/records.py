@@ -5,14 +5,14 @@ from functools import cache
 from . import hardware, sol, tables
 
 RUN_COLUMNS = {
-    "gpu": str, "impl": str, "precision": str, "launches": int, "uuid": str, "batch_size": int, "seq_len": int,
+    "gpu": str, "impl": str, "precision": str, "launches": int | None, "uuid": str, "batch_size": int, "seq_len": int,
     "median_us": float, "mean_us": float, "p5_us": float, "p95_us": float, "busy_us": float, "gap_us": float, "calls": int,
     "method": str, "sm_clock_mhz": float | None, "sm_clock_after_mhz": float | None, "torch": str, "triton": str,
-    "driver": str, "commit": str, "date": str,
+    "driver": str | None, "commit": str, "date": str,
 }  # fmt: skip
 ERROR_COLUMNS = {
     "gpu": str, "impl": str, "precision": str, "uuid": str, "tensor": str, "board": int, "lab": int, "elements": int, "beyond": int,
-    "worst_error": float, "relative_error": float, "torch": str, "triton": str, "driver": str, "commit": str, "date": str,
+    "worst_error": float, "relative_error": float, "torch": str, "triton": str, "driver": str | None, "commit": str, "date": str,
 }  # fmt: skip
 TRIAL_COLUMNS = {
     "gpu": str, "date": str, "triton": str, "method": str, "topic": str, "variant": str, "m": int, "median_us": float, "note": str | None,

@@ -25,7 +25,7 @@ HOW_TO_GET = "pip install 'git+https://github.com/NVIDIA/SOL-ExecBench' (Python 
 JUDGE_COLUMNS = {
     "gpu": str, "impl": str, "uuid": str, "status": str, "judge_us": float | None, "lab_us": float | None,
     "max_absolute_error": float | None, "evaluator": str, "torch": str, "triton": str,
-    "driver": str, "commit": str, "date": str,
+    "driver": str | None, "commit": str, "date": str,
 }  # fmt: skip
 
 _ENTRY = '''"""{definition}: {about}.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
+EMPTY = {int | None: pd.NA, float | None: float("nan"), str | None: ""}
 DATA = Path(__file__).resolve().parents[2] / "data"
 
 
@@ -30,7 +31,7 @@ def existing(path):
 def read(path, columns):
     """Read a CSV file whose header is exactly the names in `columns`, in any order.
 
-    columns: name -> int, float, str, or `float | None`, `str | None` where a field may be empty (NaN, '').
+    columns: name -> int, float or str, or one of these with None where a field may be empty (pd.NA, NaN, '').
     Returns a DataFrame in the order of `columns`. Raises FileNotFoundError or TableError.
     """
     rows = []
@@ -49,14 +50,15 @@ def read(path, columns):
             if len(row) != len(header):
                 raise TableError(f"{where}: {len(row)} fields, expected {len(header)}")
             rows.append({name: _parse(text, columns[name], f"{where}, column {name!r}") for name, text in zip(header, row)})
-    return pd.DataFrame(rows, columns=list(columns))
+    table = pd.DataFrame(rows, columns=list(columns))
+    return table.astype({name: "Int64" for name, kind in columns.items() if kind == int | None})
 
 
 def _parse(text, kind, where):
-    if kind in (float | None, str | None):
-        kind = kind.__args__[0]
+    if kind in EMPTY:
         if not text:
-            return float("nan") if kind is float else ""
+            return EMPTY[kind]
+        kind = kind.__args__[0]
     try:
         value = kind(text)
     except ValueError:

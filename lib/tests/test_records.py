@@ -60,6 +60,14 @@ def test_a_saved_run_reads_back_the_same(run, tmp_path, monkeypatch):
     assert records.recorded().equals(run[list(records.RUN_COLUMNS)])
 
 
+def test_a_run_without_cupti_and_nvml_reads_back(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(records.tables, "DATA", tmp_path)
+    bare = run.assign(method="cuda-events", launches=None, driver=None, sm_clock_mhz=None, sm_clock_after_mhz=None)
+    records.save(bare)
+    found = records.against_sol(records.recorded())
+    assert found.launches.isna().all() and (found.driver == "").all() and (found.flag == "").all()
+
+
 def test_score_is_a_half_at_the_baseline(run):
     assert run[run.impl == "torch_fp32"].groupby("uuid").size().eq(1).all()
     reduced = run[run.precision_class == "reduced"]

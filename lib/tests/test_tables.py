@@ -5,6 +5,7 @@ import pytest
 from qkvlab import hardware, records, suite, tables
 
 COLUMNS = {"name": str, "count": int, "us": float, "mhz": float | None}
+OPTIONAL = {"name": str | None, "count": int | None, "mhz": float | None}
 
 
 def table(tmp_path, text):
@@ -17,6 +18,13 @@ def test_types_and_empty_fields(tmp_path):
     read = tables.read(table(tmp_path, "us,name,count,mhz\n1.5,a,2,\n"), COLUMNS)
     assert list(read) == list(COLUMNS)
     assert read.iloc[0].tolist()[:3] == ["a", 2, 1.5] and read.mhz.isna().all()
+
+
+def test_what_may_be_empty(tmp_path):
+    read = tables.read(table(tmp_path, "name,count,mhz\n,,\na,2,3\n"), OPTIONAL)
+    assert (
+        read["name"].tolist() == ["", "a"] and read["count"].isna().tolist() == [True, False] and read["count"].dtype == "Int64"
+    )
 
 
 @pytest.mark.parametrize(
