@@ -9,21 +9,31 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
+import torch
+
+from . import api, problem
+from .kernels import launch
 
 ARCHITECTURES = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
 MMA = {"sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.sync", "sm_103": r"tcgen05\.mma|mma\.sync"}
 
 
-def compiled(stage, arch, shapes):
-    """What `stage` (a name in IMPLEMENTATIONS) launches for each (batch_size, seq_len), compiled for `arch`.
+def compiled(stage, arch, shapes, config=None):
+    """What `stage` (a name in IMPLEMENTATIONS) launches for each (batch_size, seq_len), compiled for `arch`; config overrides its heuristic.
 
     Returns a DataFrame: stage, arch, batch_size, seq_len, kernel, shared_bytes, registers, spill_bytes (stack frame
-    and local memory), mma (the matrix instruction in the PTX, '' if none). Raises RuntimeError with the compiler's words.
+    and local memory), mma (the matrix instruction in the PTX, '' if none). Raises ValueError for an unknown stage or arch, RuntimeError with the compiler's words.
     """
-    ask = json.dumps({"stage": stage, "arch": arch, "shapes": [list(shape) for shape in shapes]})
+    if stage not in api.IMPLEMENTATIONS or arch not in ARCHITECTURES:
+        raise ValueError(
+            f"stage is one of {', '.join(api.IMPLEMENTATIONS)}, arch one of {', '.join(ARCHITECTURES)}; got {stage!r}, {arch!r}"
+        )
+    settings = asdict(config) if config else None
+    ask = json.dumps({"stage": stage, "arch": arch, "shapes": [list(shape) for shape in shapes], "config": settings})
     done = subprocess.run(
         [sys.executable, "-m", "qkvlab.aot", ask], capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"}
     )
@@ -32,20 +42,15 @@ def compiled(stage, arch, shapes):
     return pd.DataFrame(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _planned(stage, shapes):
+def _planned(stage, shapes, config=None):
     """[(batch_size, seq_len, kernel, args, meta)] of every launch, none of which takes place."""
-    import torch
-
-    from . import api, problem
-    from .kernels import launch
-
     plan = []
     weight = torch.empty(problem.QKV_OUT_SIZE, problem.HIDDEN_SIZE, device="meta")
     norm = torch.empty(problem.HEAD_DIM, device="meta")
     for batch_size, seq_len in shapes:
         launch.recorder = lambda kernel, grid, args, meta: plan.append((batch_size, seq_len, kernel, args, meta))
         states = torch.empty(batch_size, seq_len, problem.HIDDEN_SIZE, device="meta")
-        api.IMPLEMENTATIONS[stage].function(states, weight, weight, weight, norm, norm)
+        api.IMPLEMENTATIONS[stage].function(states, weight, weight, weight, norm, norm, config=config)
     return plan
 
 
@@ -87,8 +92,9 @@ def _resources(cubin):
 
 
 def main(ask):
+    config = launch.Config(**ask["config"]) if ask["config"] else None
     rows, seen = [], {}
-    for batch_size, seq_len, kernel, args, meta in _planned(ask["stage"], ask["shapes"]):
+    for batch_size, seq_len, kernel, args, meta in _planned(ask["stage"], ask["shapes"], config):
         key = (kernel.fn, *meta.items())
         if key not in seen:
             binary = _compile(kernel, args, meta, ask["arch"])

@@ -1,6 +1,5 @@
 """qkv_rmsnorm and IMPLEMENTATIONS: the one place that knows all stages, and picks one."""
 
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -14,23 +13,7 @@ from .kernels.naive import naive
 from .kernels.pair import pair
 from .kernels.split import split
 from .kernels.tma import tma
-from .problem import EPS
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One way to compute the operation. `function` has the reference's signature; `precision` is that of the products."""
-
-    name: str
-    about: str
-    function: object
-    launches: int | None
-    precision: str
-    runs: str
-
-    def __call__(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
-
+from .problem import EPS, Stage
 
 _ANYWHERE = "interpreter, sm_80 and newer"
 _TMA = "interpreter, sm_90 and newer"
@@ -38,12 +21,12 @@ _TMA = "interpreter, sm_90 and newer"
 IMPLEMENTATIONS = {
     stage.name: stage
     for stage in (
-        Stage("naive", "a matmul launched three times, a norm launched twice", naive, 5, "tf32", _ANYWHERE),
-        Stage("split", "one launch for the projections, one for the norms", split, 2, "tf32", _ANYWHERE),
-        Stage("fused", "the norm in the GEMM's epilogue", fused, 1, "tf32", _ANYWHERE),
-        Stage("tma", "the copy engine loads and rounds the tiles", tma, 1, "tf32", _TMA),
-        Stage("pair", "everything cast to scaled fp16, then the fused GEMM", pair, 2, "fp16", _ANYWHERE),
-        Stage("exact", "three products of high and low fp16 parts", exact, 2, "3xfp16", _ANYWHERE),
+        Stage("naive", naive, "tf32", 5, "a matmul launched three times, a norm launched twice", _ANYWHERE),
+        Stage("split", split, "tf32", 2, "one launch for the projections, one for the norms", _ANYWHERE),
+        Stage("fused", fused, "tf32", 1, "the norm in the GEMM's epilogue", _ANYWHERE),
+        Stage("tma", tma, "tf32", 1, "the copy engine loads and rounds the tiles", _TMA),
+        Stage("pair", pair, "fp16", 2, "everything cast to scaled fp16, then the fused GEMM", _ANYWHERE),
+        Stage("exact", exact, "3xfp16", 2, "three products of high and low fp16 parts", _ANYWHERE),
     )
 }
 
@@ -77,12 +60,13 @@ class Choice(NamedTuple):
 
 @cache
 def chosen(M, device):
-    """M = batch_size * seq_len, torch.device -> Choice.
+    """M = batch_size * seq_len, torch.device or its name -> Choice.
 
     On a GPU that was tuned for, the smallest tuned M that is not below this one decides, the largest beyond them all.
     Elsewhere a heuristic: tma up to M = 1024, fused above and where there is no TMA. pair and exact wait for `make tune`:
     what has not passed its rounds of checks on a GPU is not picked there.
     """
+    device = torch.device(device)
     if device.type != "cuda":
         return Choice("fused", None, "no GPU")
     classes = tuned.classes(device)
@@ -95,5 +79,5 @@ def chosen(M, device):
 
 def contenders():
     """All stages, in the order of the story, and "auto" last, for timing.bench."""
-    auto = Stage("auto", "the stage that fits the shape", qkv_rmsnorm, None, "tf32 or fp16", _ANYWHERE)
+    auto = Stage("auto", qkv_rmsnorm, "tf32 or fp16", None, "the stage that fits the shape", _ANYWHERE)
     return [*IMPLEMENTATIONS.values(), auto]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def lacking(extras=()):
-    """Names that lib/pyproject.toml requires, with these extras, and this Python has not."""
+    """Names that this Python has not, of those that lib/pyproject.toml requires, or of its extras if some are named."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     wanted = [] if extras else project["dependencies"]
     wanted += [name for extra in extras for name in project["optional-dependencies"][extra]]

@@ -4,6 +4,7 @@ fp32 QKV projection with per-head RMSNorm, from the audio attention of gemma-3n-
 SOL-ExecBench, `054_audio_attention_qkv_projection_with_normalization`. Names are the benchmark's own.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,24 @@ class QKV(NamedTuple):
     value_states: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One way to compute the operation, or a peer to time beside it. `function` has the reference's signature.
+
+    precision: of the products. launches: kernels a call, None where it depends. runs: where it can.
+    """
+
+    name: str
+    function: object
+    precision: str = "unstated"
+    launches: int | None = None
+    about: str = ""
+    runs: str = ""
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
 def check_arguments(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps):
     """Raise TypeError or ValueError, naming the argument and what was expected, unless a kernel may read these as they are."""
     tensors = Inputs(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps)._asdict()
@@ -82,16 +101,36 @@ def empty_outputs(hidden_states):
     return QKV(*hidden_states.new_empty(3, batch_size, seq_len, NUM_HEADS, HEAD_DIM).unbind(0))
 
 
-def checked_outputs(out, hidden_states):
-    """`out` as QKV, or TypeError / ValueError unless it is three contiguous fp32 [B, S, 8, 128] tensors beside hidden_states."""
+def checked_outputs(out, inputs):
+    """`out` as QKV, or TypeError / ValueError unless it is three aligned, contiguous fp32 [B, S, 8, 128] beside the inputs, each apart."""
+    if not isinstance(out, (tuple, list)) or len(out) != 3 or not all(isinstance(tensor, torch.Tensor) for tensor in out):
+        raise TypeError(f"out must be three tensors, {', '.join(QKV._fields)}")
     out = QKV(*out)
-    shape = (*hidden_states.shape[:2], NUM_HEADS, HEAD_DIM)
+    device, shape = inputs.hidden_states.device, (*inputs.hidden_states.shape[:2], NUM_HEADS, HEAD_DIM)
+    others = dict(zip(inputs._fields, inputs[:6]))
     for name, tensor in out._asdict().items():
         if tensor.dtype != torch.float32:
             raise TypeError(f"out: {name} must be float32, got {tensor.dtype}")
-        if tensor.shape != shape or tensor.device != hidden_states.device or not tensor.is_contiguous():
-            raise ValueError(f"out: {name} must be a contiguous {list(shape)} on {hidden_states.device}")
+        if tensor.shape != shape or tensor.device != device or not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            raise ValueError(f"out: {name} must be a contiguous {list(shape)} on {device} that starts at a multiple of 16 bytes")
+        for other in others:
+            if overlap(tensor, others[other]):
+                raise ValueError(f"out: {name} must not share memory with {other}")
+        others[name] = tensor
     return out
+
+
+def overlap(a, b):
+    """Whether the extents of two tensors in memory intersect."""
+
+    def extent(tensor):
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+        return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+    if not (a.numel() and b.numel()) or a.device != b.device:
+        return False
+    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
+    return a_start < b_end and b_start < a_end
 
 
 def operation(run):
@@ -115,7 +154,8 @@ def operation(run):
     ):
         inputs = Inputs(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps)
         check_arguments(*inputs)
-        out = empty_outputs(hidden_states) if out is None else checked_outputs(out, hidden_states)
+        inputs = inputs._replace(eps=float(eps))  # an int would be compiled into a kernel as an int
+        out = empty_outputs(hidden_states) if out is None else checked_outputs(out, inputs)
         if hidden_states.numel():
             run(inputs, out, config)
         return out

@@ -17,7 +17,8 @@ ERROR_COLUMNS = {
 TRIAL_COLUMNS = {
     "gpu": str, "date": str, "triton": str, "method": str, "topic": str, "variant": str, "m": int, "median_us": float, "note": str | None,
 }  # fmt: skip
-PUBLISHED = {"gpu": "H200", "date": "2026-11-30"}
+# The tables that the notebooks and the README speak of: data/<kind>/<gpu>/<date>.csv.
+PUBLISHED = {kind: ("H200", "2026-11-30") for kind in ("runs", "errors", "judge", "trials")}
 BASELINE = "torch_fp32"
 CLOCK_SHARE = 0.1
 
@@ -45,24 +46,29 @@ def implementations():
     return tables.read(tables.DATA / "implementations.csv", columns | {"best_latency_us": float, "slowdown_vs_first": float})
 
 
-def recorded(kind="runs", columns=RUN_COLUMNS, *, gpu=PUBLISHED["gpu"], date=PUBLISHED["date"]):
-    """A table on record, data/<kind>/<gpu>/<date>.csv; by default of the run that the notebooks and the README speak of."""
-    return tables.read(tables.DATA / kind / gpu / f"{date}.csv", columns)
+def path(kind, gpu, date):
+    """Where a table lies: data/<kind>/<gpu>/<date>.csv."""
+    return tables.DATA / kind / gpu / f"{date}.csv"
+
+
+def recorded(kind="runs", columns=RUN_COLUMNS):
+    """The table of a kind that PUBLISHED names."""
+    return tables.read(path(kind, *PUBLISHED[kind]), columns)
 
 
 def newest():
-    """The newest run on record, of whichever GPU."""
+    """The newest run on record, of whichever GPU; the last by name of several from one day."""
     files = (tables.DATA / "runs").glob("*/*.csv")
-    return tables.read(max(files, key=lambda file: file.stem), RUN_COLUMNS)
+    return tables.read(max(files, key=lambda file: (file.stem, file)), RUN_COLUMNS)
 
 
 def save(rows, kind="runs"):
-    """Write rows, which have gpu and date, to data/<kind>/<gpu>/<date>.csv; returns the path."""
-    path = tables.DATA / kind / rows.gpu.iloc[0] / f"{rows.date.iloc[0]}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write rows, which have gpu and date, to their `path`, in the place of a table of that day; returns the path."""
+    file = path(kind, rows.gpu.iloc[0], rows.date.iloc[0])
+    file.parent.mkdir(parents=True, exist_ok=True)
     columns = list(RUN_COLUMNS) if kind == "runs" else list(rows)
-    rows[columns].to_csv(path, index=False, float_format="%.6g" if kind == "errors" else "%.3f")
-    return path
+    rows[columns].to_csv(file, index=False, float_format="%.6g" if kind == "errors" else "%.3f")
+    return file
 
 
 def against_sol(rows):

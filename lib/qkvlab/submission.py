@@ -19,7 +19,6 @@ from . import api, problem, suite, tables, tuned
 from .reference import _rms_norm, reference
 
 FOLDER = tables.DATA.parent / "build" / "submission"
-PACKAGE = "qkv"
 EVALUATOR = "SOL-ExecBench 1.0.2"
 HOW_TO_GET = "pip install 'git+https://github.com/NVIDIA/SOL-ExecBench' (Python 3.12 or newer, an NVIDIA GPU)"
 JUDGE_COLUMNS = {
@@ -54,9 +53,10 @@ def solution(name, *, destination_passing):
     given = f"{', '.join(inputs)}, out=({', '.join(outputs)})" if destination_passing else ", ".join(inputs)
     call = f"{stage.function.__name__}({given})"
     module = stage.function.__module__.removeprefix("qkvlab.")
+    package = f"qkv_{name}"
     main = _ENTRY.format(
         definition=problem.DEFINITION, about=stage.about, precision=stage.precision,
-        package=PACKAGE, module=module, function=stage.function.__name__,
+        package=package, module=module, function=stage.function.__name__,
         arguments=", ".join([*inputs, *(outputs if destination_passing else ())]),
         returns="the outputs are written in place" if destination_passing else "returns " + ", ".join(outputs),
         call=call if destination_passing else f"return tuple({call})",
@@ -73,17 +73,17 @@ def solution(name, *, destination_passing):
             "dependencies": ["torch", "triton"],
             "destination_passing_style": destination_passing,
         },
-        "sources": [{"path": "main.py", "content": main}, *_modules(stage.function.__module__)],
+        "sources": [{"path": "main.py", "content": main}, *_modules(stage.function.__module__, package)],
     }
 
 
-def _modules(name):
-    """[{path, content}] of a module of the lab and of all that it imports from the lab, in the folder PACKAGE."""
+def _modules(name, package):
+    """[{path, content}] of a module of the lab and of all that it imports from the lab, as a package of that name."""
     found, waiting = {}, [name]
     while waiting:
         module = waiting.pop()
         source = _table() if module == "qkvlab.tuned" else Path(importlib.util.find_spec(module).origin).read_text()
-        path = module.replace("qkvlab", PACKAGE).replace(".", "/") + ".py"
+        path = module.replace("qkvlab", package).replace(".", "/") + ".py"
         if path in found:
             continue
         found[path] = source
@@ -161,12 +161,13 @@ def write(name, *, destination_passing=False, folder=FOLDER):
 
     The configuration leaves out the evaluator's timing of the reference: the lab has PyTorch fp32 among its peers.
     """
+    text = json.dumps(solution(name, destination_passing=destination_passing), indent=2)
     (folder / "problem").mkdir(parents=True, exist_ok=True)
     (folder / "problem" / "definition.json").write_text(json.dumps(definition(), indent=2))
     (folder / "problem" / "workload.jsonl").write_text("\n".join(map(json.dumps, workloads())) + "\n")
     (folder / "problem" / "config.json").write_text(json.dumps({"benchmark_reference": False}))
     path = folder / "solution.json"
-    path.write_text(json.dumps(solution(name, destination_passing=destination_passing), indent=2))
+    path.write_text(text)
     return path
 
 

@@ -49,8 +49,25 @@ def case(batch_size, seq_len):
     return Case(-1, f"{batch_size}x{seq_len}", batch_size, seq_len, atol, 1e-5, 0.99, EPS, float("nan"), float("nan"))
 
 
+def as_cases(shapes):
+    """Cases from a Case or a (batch_size, seq_len), or a list of either; TypeError for anything else."""
+    shapes = (
+        [shapes]
+        if isinstance(shapes, Case) or (isinstance(shapes, tuple) and len(shapes) == 2 and isinstance(shapes[0], int))
+        else shapes
+    )
+    found = []
+    for shape in shapes:
+        if not isinstance(shape, Case) and not (
+            isinstance(shape, tuple) and len(shape) == 2 and all(isinstance(n, int) for n in shape)
+        ):
+            raise TypeError(f"cases must be qkvlab.Case or (batch_size, seq_len) each, got {shape!r}")
+        found.append(shape if isinstance(shape, Case) else case(*shape))
+    return found
+
+
 def make_inputs(batch_size, seq_len, *, device, seed=0):
-    """Random inputs as the board draws them, but for the norm weights: uniform in [0.5, 1.5), where the board's are ones.
+    """Random inputs as the board draws them, but for the norm weights: ±[0.5, 1.5), uniform, where the board's are ones.
 
     hidden_states is standard normal, the projection weights standard normal / sqrt(1024).
     """
@@ -59,6 +76,9 @@ def make_inputs(batch_size, seq_len, *, device, seed=0):
     def normal(*shape):
         return torch.randn(*shape, generator=generator, device=device)
 
+    def uniform(*shape):
+        return 0.5 + torch.rand(*shape, generator=generator, device=device)
+
     weights = [normal(QKV_OUT_SIZE, HIDDEN_SIZE) / HIDDEN_SIZE**0.5 for _ in range(3)]
-    norms = [0.5 + torch.rand(HEAD_DIM, generator=generator, device=device) for _ in range(2)]
+    norms = [uniform(HEAD_DIM) * normal(HEAD_DIM).sign() for _ in range(2)]
     return Inputs(normal(batch_size, seq_len, HIDDEN_SIZE), *weights, *norms, EPS)

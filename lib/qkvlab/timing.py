@@ -8,7 +8,6 @@ Here several callables share one run: their calls are interleaved, and the order
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import date
 
 import numpy as np
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from . import hardware, problem, suite
 from .kernels.split import normalise
-from .problem import UnsupportedError
+from .problem import Stage, UnsupportedError
 from .reference import reference
 
 WARMUP, CALLS = 10, 50
@@ -27,23 +26,11 @@ SHIFT_BYTES = 256
 CUPTI, EVENTS = "cupti", "cuda-events"
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A callable with what a row says of it. A stage of api.IMPLEMENTATIONS has the same fields."""
-
-    name: str
-    function: object
-    precision: str = "unstated"
-    launches: int | None = None
-
-    def __call__(self, *args):
-        return self.function(*args)
-
-
 def bench(fns, cases=None, *, calls=CALLS, method=None):
     """Time callables with the reference's signature on `cases` (default: all 16). Returns the rows of data/runs.
 
-    fns: one callable or a list; a stage from IMPLEMENTATIONS brings its name and precision with it.
+    fns: one callable or a list; a stage from IMPLEMENTATIONS brings its name and precision with it. cases: qkvlab.Case
+    or (batch_size, seq_len), or a list.
     method: 'cupti' (the default where cupti-python is installed) or 'cuda-events', which counts launch latency too;
     each row says which. Raises UnsupportedError without an NVIDIA GPU.
     """
@@ -55,8 +42,15 @@ def measure(fns, cases=None, *, calls=CALLS, method=None):
     if hardware.device() != "cuda":
         raise UnsupportedError("timing needs an NVIDIA GPU; here the runs recorded in data/runs/ stand in (records.recorded())")
     fns = [_timed(fn) for fn in (fns if isinstance(fns, (list, tuple)) else [fns])]
-    cases = list(suite.cases() if cases is None else cases)
+    names = [fn.name for fn in fns]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"two callables of one name would be averaged together: {', '.join(names)}; name them with Stage(name, function)"
+        )
+    cases = suite.as_cases(suite.cases() if cases is None else cases)
     method = method or (CUPTI if _cupti_installed() else EVENTS)
+    if method not in (CUPTI, EVENTS):
+        raise ValueError(f"method must be {CUPTI!r} or {EVENTS!r}, got {method!r}")
     rows = []
     for case in tqdm(cases, desc=f"bench {', '.join(fn.name for fn in fns)}", leave=False):
         found, clocks = _measure_case(fns, case, calls, _spans_by_cupti if method == CUPTI else _spans_by_events)
@@ -143,10 +137,10 @@ def peers():
             return compiled(*args)
 
     return [
-        Timed("torch_fp32", _with_tf32(reference, False), "fp32"),
-        Timed("torch_tf32", _with_tf32(reference, True), "tf32"),
-        Timed("torch_compile_tf32", _with_tf32(compiled_for_each_shape, True), "tf32"),
-        Timed("cublas_fp16", _cublas_fp16, "fp16"),
+        Stage("torch_fp32", _with_tf32(reference, False), "fp32"),
+        Stage("torch_tf32", _with_tf32(reference, True), "tf32"),
+        Stage("torch_compile_tf32", _with_tf32(compiled_for_each_shape, True), "tf32"),
+        Stage("cublas_fp16", _cublas_fp16, "fp16"),
     ]
 
 
@@ -169,7 +163,7 @@ def yardsticks():
 
         return call
 
-    return [Timed("gemm_only_fp16_out", gemm(), "fp16"), Timed("gemm_only_fp32_out", gemm(out_dtype=torch.float32), "fp16")]
+    return [Stage("gemm_only_fp16_out", gemm(), "fp16"), Stage("gemm_only_fp32_out", gemm(out_dtype=torch.float32), "fp16")]
 
 
 def _cublas_fp16(hidden_states, q_weight, k_weight, v_weight, q_norm_weight, k_norm_weight, eps):
@@ -195,7 +189,7 @@ def _with_tf32(fn, allowed):
 
 
 def _timed(fn):
-    return fn if hasattr(fn, "function") else Timed(getattr(fn, "__name__", type(fn).__name__), fn)
+    return fn if hasattr(fn, "function") else Stage(getattr(fn, "__name__", type(fn).__name__), fn)
 
 
 def _measure_case(fns, case, calls, timer):
@@ -215,6 +209,12 @@ def _measure_case(fns, case, calls, timer):
     before = hardware.sm_clock_mhz()  # after the warm-up: an idle GPU's clock says nothing
     order = [(call + turn) % len(fns) for call in range(calls) for turn in range(len(fns))]
     spans = timer([fns[i].function for i in order], prepared)
+    for wanted, fn in enumerate(fns):
+        counts = {launches for i, (_, _, launches) in zip(order, spans) if i == wanted}
+        if len(counts) > 1:
+            raise RuntimeError(
+                f"{fn.name} launched {sorted(counts)} kernels in different calls: not steady, or CUPTI lost records"
+            )
     clocks = {"sm_clock_mhz": before, "sm_clock_after_mhz": hardware.sm_clock_mhz()}
     return [[span for i, span in zip(order, spans) if i == wanted] for wanted in range(len(fns))], clocks
 

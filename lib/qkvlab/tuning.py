@@ -74,10 +74,13 @@ def tune(shapes=SHAPES):
             else:
                 admitted.append((stage, config))
         timed = [
-            timing.Timed(f"{i}", partial(api.IMPLEMENTATIONS[stage].function, config=config))
+            problem.Stage(f"{i}", partial(api.IMPLEMENTATIONS[stage].function, config=config))
             for i, (stage, config) in enumerate(admitted)
         ]
-        median = timing.bench(timed, [suite.case(*shape)]).set_index("impl").median_us.sort_values()
+        if not timed:
+            raise RuntimeError(f"nothing was admitted at M = {M}: {rejected}")
+        rows = timing.bench(timed, shape)
+        median = rows.set_index("impl").median_us.sort_values()
         best, *others = [
             {"stage": admitted[int(i)][0], "config": asdict(admitted[int(i)][1]), "median_us": round(us, 2)}
             for i, us in median.items()
@@ -86,7 +89,7 @@ def tune(shapes=SHAPES):
     return {
         **hardware.state(),
         "date": date.today().isoformat(),
-        "method": "cupti",
+        "method": rows.method.iloc[0],
         "rounds": ROUNDS,
         "classes": classes,
         "rejected": rejected,

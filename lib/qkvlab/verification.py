@@ -41,9 +41,11 @@ class Report:
 
     def __str__(self):
         wrong = self.table[~(self.table.board & self.table.lab)]
-        head = (
-            f"{self.name}: {'right' if self.passed else 'wrong'} in {len(self.table) - len(wrong)} of {len(self.table)} tensors"
-        )
+        checked = f"{len(self.table)} tensors of {self.table.case.nunique()} case(s)"
+        if self.table.empty:
+            head = f"{self.name}: nothing was checked"
+        else:
+            head = f"{self.name}: " + (f"right in all {checked}" if self.passed else f"wrong in {len(wrong)} of {checked}")
         return "\n".join([head, *(f"  {row.case} {row.tensor}: {row.verdict}" for row in wrong.head(6).itertuples())])
 
     __repr__ = __str__
@@ -59,14 +61,36 @@ def verify(fn, cases=None, *, rounds=1, seed=200):
     device = hardware.device()
     if cases is None:
         cases = [case for case in suite.cases() if device == "cuda" or case.m <= LARGEST_M_ON_CPU]
-    cases = [case if isinstance(case, suite.Case) else suite.case(*case) for case in cases]
+    cases = suite.as_cases(cases)
     name = getattr(fn, "name", None) or getattr(fn, "__name__", type(fn).__name__)
     work = [(case, draw) for case in cases for draw in range(rounds)]
     rows = []
-    for case, draw in tqdm(work, desc=f"verify {name}", leave=False):
-        inputs = suite.make_inputs(case.batch_size, case.seq_len, device=device, seed=seed + draw)
-        rows += [{"case": str(case), "uuid": case.uuid, "round": draw, **row} for row in check(fn, inputs, case)]
+    for i, (case, draw) in enumerate(tqdm(work, desc=f"verify {name}", leave=False)):
+        inputs = suite.make_inputs(case.batch_size, case.seq_len, device=device, seed=seed + i)
+        found = check(fn, inputs, case) if i else check_steadiness(fn, inputs, case)
+        rows += [{"case": str(case), "uuid": case.uuid, "round": draw, **row} for row in found]
     return Report(name, pd.DataFrame(rows, columns=COLUMNS))
+
+
+def check_steadiness(fn, inputs, case):
+    """As check, and then what a single call cannot show: another call with small rows and a large eps, and the first call again.
+
+    Finds results that a later call overwrites, values kept from an earlier one, and an eps that is not what is passed.
+    """
+    rows, outputs = _checked(fn, inputs, case)
+    kept = [out.clone() for out in outputs]
+    other = suite.make_inputs(case.batch_size, case.seq_len, device=inputs.hidden_states.device, seed=case.m)
+    other = other._replace(hidden_states=other.hidden_states / 16, eps=1e-2)
+    for (row, out, first), want, now in zip(zip(rows, outputs, kept), oracle(*other), fn(*other)):
+        reasons = []
+        if not torch.equal(out, first):
+            reasons.append("a later call wrote into the result of this one")
+        if float((now - want).norm()) > RELATIVE_ERROR * float(want.norm()):
+            reasons.append("a call with other inputs, rows a sixteenth as large and eps = 0.01, is wrong")
+        if reasons:
+            row |= {"lab": False, "verdict": "; ".join([*reasons, row["verdict"]])}
+    again = check(fn, inputs, case)
+    return [row if not row["lab"] else repeated for row, repeated in zip(rows, again)]
 
 
 def check(fn, inputs, case):
@@ -75,12 +99,18 @@ def check(fn, inputs, case):
     tensor, board (bool), lab (bool), elements, beyond (how many of them beyond max_atol), worst_error, worst_index,
     worst_value, worst_expected, relative_error (Frobenius), verdict (one sentence).
     """
+    return _checked(fn, inputs, case)[0]
+
+
+def _checked(fn, inputs, case):
+    """(what check returns, what fn returned)."""
     before = [tensor.clone() for tensor in inputs[:6]]
     expected = oracle(*inputs)
     with poisoned_memory():
         outputs = fn(*inputs)
     if not isinstance(outputs, (tuple, list)) or len(outputs) != 3 or not all(type(out) is torch.Tensor for out in outputs):
-        raise TypeError(f"expected three tensors (query_states, key_states, value_states), got {type(outputs).__name__}")
+        got = f"a {type(outputs).__name__} of {len(outputs)}" if isinstance(outputs, (tuple, list)) else type(outputs).__name__
+        raise TypeError(f"expected three tensors (query_states, key_states, value_states), got {got}")
     faults = [
         f"{name} was changed by the call"
         for name, old, now in zip(inputs._fields, before, inputs)
@@ -90,9 +120,11 @@ def check(fn, inputs, case):
     tensors = {**dict(zip(inputs._fields, inputs[:6])), **named}
     rows = []
     for (name, out), want in zip(named.items(), expected):
-        shared = [f"{name} shares memory with {other}" for other in tensors if other != name and _overlap(out, tensors[other])]
+        shared = [
+            f"{name} shares memory with {other}" for other in tensors if other != name and problem.overlap(out, tensors[other])
+        ]
         rows.append({"tensor": name, **_judge(out, want, case, faults + shared)})
-    return rows
+    return rows, outputs
 
 
 @contextmanager
@@ -109,19 +141,6 @@ def poisoned_memory():
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
-
-
-def _overlap(a, b):
-    """Whether two tensors can reach a common byte (their extents intersect)."""
-
-    def extent(tensor):
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
-        return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
-
-    if not (a.numel() and b.numel()):
-        return False
-    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
-    return a.device == b.device and a_start < b_end and b_start < a_end
 
 
 def _judge(out, expected, case, faults):
@@ -157,7 +176,7 @@ def _judge(out, expected, case, faults):
     lab = not reasons
     if not board:
         reasons.append("fails the board's rule")
-    where = f"worst at {index}: {value:.6g}, expected {wanted:.6g}"
+    where = f"worst at (batch, token, head, column) {index}: {value:.6g}, expected {wanted:.6g}"
     return {
         "board": board, "lab": lab, "elements": out.numel(), "beyond": beyond, "worst_error": worst, "worst_index": index,
         "worst_value": value, "worst_expected": wanted, "relative_error": relative, "verdict": "; ".join([*reasons, where]),

@@ -3,6 +3,7 @@
 import pytest
 
 from qkvlab import IMPLEMENTATIONS, aot, hardware, suite
+from qkvlab.kernels.launch import Config
 
 SHAPES = [(case.batch_size, case.seq_len) for case in suite.cases()]
 
@@ -19,5 +20,11 @@ def test_stage_compiles(stage, arch):
 
 
 def test_what_does_not_compile_is_an_error():
-    with pytest.raises(RuntimeError, match="does not compile for sm_90"):
-        aot.compiled("no such stage", "sm_90", [(1, 1)])
+    with pytest.raises(RuntimeError, match="fused does not compile for sm_90"):
+        aot.compiled("fused", "sm_90", [(1, 1)], config=Config(BLOCK_M=64, BLOCK_K=96, num_warps=4, num_stages=2))
+
+
+@pytest.mark.parametrize("stage, arch", [("no such stage", "sm_90"), ("fused", "sm_10")])
+def test_what_is_unknown_is_named(stage, arch):
+    with pytest.raises(ValueError, match="stage is one of naive.*arch one of sm_90"):
+        aot.compiled(stage, arch, [(1, 1)])

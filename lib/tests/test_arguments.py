@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import qkvlab
-from qkvlab import IMPLEMENTATIONS, problem
+from qkvlab import IMPLEMENTATIONS, UnsupportedError, problem
 
 
 def changed(inputs, **changes):
@@ -111,6 +111,31 @@ def test_out_is_written_and_returned(small, impl):
     fresh = qkvlab.qkv_rmsnorm(*small, impl=impl)
     for given, returned, expected in zip(separate, out, fresh):
         assert returned is given and torch.equal(given, expected)
+
+
+@pytest.mark.parametrize("impl", ["auto", *IMPLEMENTATIONS])
+def test_an_out_that_shares_memory_is_refused(small, impl):
+    one, two, three = (torch.empty(3, 5, 8, 128, device=small.hidden_states.device) for _ in range(3))
+    with pytest.raises(ValueError, match="out: key_states must not share memory with query_states"):
+        qkvlab.qkv_rmsnorm(*small, impl=impl, out=(one, one, three))
+    with pytest.raises(ValueError, match="out: value_states must not share memory with hidden_states"):
+        qkvlab.qkv_rmsnorm(*small, impl=impl, out=(one, two, small.hidden_states.view(3, 5, 8, 128)))
+
+
+def test_an_out_that_is_misaligned_or_no_tensor_is_refused(small):
+    good = [torch.empty(3, 5, 8, 128, device=small.hidden_states.device) for _ in range(3)]
+    shifted = torch.empty(3 * 5 * 1024 + 1, device=small.hidden_states.device)[1:].view(3, 5, 8, 128)
+    with pytest.raises(ValueError, match="out: query_states must be .* multiple of 16 bytes"):
+        qkvlab.qkv_rmsnorm(*small, out=(shifted, *good[1:]))
+    for wrong in (good[:2], [None, *good[1:]], "out"):
+        with pytest.raises(TypeError, match="out must be three tensors"):
+            qkvlab.qkv_rmsnorm(*small, out=wrong)
+
+
+def test_tensors_where_no_kernel_runs_are_refused(small):
+    away = [tensor.to("meta") for tensor in small[:6]]
+    with pytest.raises(UnsupportedError, match="the tensors are on meta"):
+        qkvlab.qkv_rmsnorm(*away)
 
 
 def test_a_wrong_out_is_refused(small):

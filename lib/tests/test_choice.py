@@ -100,7 +100,7 @@ def raises(*inputs, config=None):
 def test_what_is_not_right_every_time_is_rejected_with_the_reason(monkeypatch, function, reason):
     calls.clear()
     monkeypatch.setattr(tuning, "ROUNDS", 5)
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "odd", Stage("odd", "", function, 1, "fp32", ""))
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "odd", Stage("odd", function))
     assert reason in tuning.rejection("odd", CONFIG, (1, 9))
 
 

@@ -63,6 +63,24 @@ def test_any_scale(impl, scale, device):
 
 
 @stages
+@pytest.mark.parametrize("states, weights", [(1e-18, 1e-18), (1e-10, 1e-26), (1e30, 1e-30), (1e-30, 1e37)])
+def test_any_two_scales(impl, states, weights, device):
+    """The product of two scales may leave fp32's range where the result does not."""
+    inputs = qkvlab.make_inputs(1, 6, device=device, seed=3)
+    scaled = [weight * weights for weight in inputs[1:4]]
+    inputs = inputs._replace(**dict(zip(inputs._fields[:4], (inputs.hidden_states * states, *scaled))))
+    for out, expected in zip(run(impl, inputs), oracle(*inputs)):
+        assert relative(out, expected) < verification.RELATIVE_ERROR
+
+
+@stages
+def test_products_that_are_all_zero_stay_zero(impl, small):
+    small.hidden_states.zero_()[..., 5] = 1e38
+    small.v_proj_weight.zero_()[:, 6] = 1e38
+    assert not run(impl, small).value_states.any()
+
+
+@stages
 def test_a_zero_row_gives_zeros(impl, small):
     small.hidden_states[1, 2] = 0.0
     assert all(not out[1, 2].any() and out[1, 1].all() for out in run(impl, small))
@@ -120,6 +138,19 @@ def test_rounding_to_tf32(device):
     out = torch.empty_like(values, device=device)
     rounded_kernel[(1,)](values.to(device), out, len(values), BLOCK=8)
     assert out[:-1].tolist() == [expected for _, expected in pairs] and out[-1].isnan()
+
+
+def test_a_size_that_would_be_specialised_is_refused(device):
+    from qkvlab.kernels import launch
+
+    @triton.jit
+    def careless_kernel(x, M, BLOCK: tl.constexpr):
+        tl.store(x + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) < M)
+
+    if device == "cpu":
+        pytest.skip("the interpreter specialises nothing")
+    with pytest.raises(TypeError, match=r"do_not_specialize=\['M'\]"):
+        launch.launch(careless_kernel, (1,), torch.zeros(4, device=device), 4, BLOCK=4)
 
 
 def test_stages_say_what_they_are():

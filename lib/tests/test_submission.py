@@ -78,8 +78,8 @@ def test_the_solution_says_what_it_is():
     paths = [source["path"] for source in found["sources"]]
     assert (
         "main.py" in paths
-        and "qkv/kernels/fused.py" in paths
-        and "qkv/kernels/naive.py" not in paths
+        and "qkv_fused/kernels/fused.py" in paths
+        and "qkv_fused/kernels/naive.py" not in paths
         and len(set(paths)) == len(paths)
     )
     with pytest.raises(ValueError, match="STAGE must be 'auto' or one of naive, split, fused"):

@@ -45,9 +45,10 @@ def test_faults_are_named(tmp_path, text, message):
         tables.read(table(tmp_path, text), COLUMNS)
 
 
-def test_a_missing_file_is_named():
+def test_a_missing_file_is_named(monkeypatch):
+    monkeypatch.setitem(records.PUBLISHED, "runs", ("H200", "1999-01-01"))
     with pytest.raises(FileNotFoundError, match=r"data/runs/H200/1999-01-01.csv is missing: the lab runs from a checkout"):
-        records.recorded(date="1999-01-01")
+        records.recorded()
 
 
 def test_a_missing_rate_is_named(monkeypatch):

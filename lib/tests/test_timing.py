@@ -53,6 +53,14 @@ def test_ratio_and_its_interval():
     assert same.low <= 1 <= same.high
 
 
+def test_what_would_be_averaged_or_mislabelled_is_refused(monkeypatch):
+    monkeypatch.setattr(timing.hardware, "device", lambda: "cuda")
+    with pytest.raises(ValueError, match="would be averaged together: reference, reference; name them with Stage"):
+        bench([reference, reference])
+    with pytest.raises(ValueError, match="method must be 'cupti' or 'cuda-events', got 'CUPTI'"):
+        bench(reference, method="CUPTI")
+
+
 def test_arguments_move_by_256_bytes_and_keep_their_values(device):
     inputs = qkvlab.make_inputs(1, 3, device=device)
     seen = []

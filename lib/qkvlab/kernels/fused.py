@@ -41,6 +41,6 @@ def fused(inputs, out, config=None):
     config = config or heuristic(M, inputs.hidden_states.device)
     launch(
         fused_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
-        *inputs[:6], *out, M, float(inputs.eps),
+        *inputs[:6], *out, M, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, **meta(config),
     )  # fmt: skip

@@ -40,24 +40,38 @@ def launch(kernel, grid, *args, **meta):
     compiler's options (num_warps, num_stages, ...).
     """
     if recorder:
+        _refuse_specialised(kernel, args)
         recorder(kernel, grid, args, meta)
         return
+    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    runs_on = "cpu" if triton.knobs.runtime.interpret else "cuda"
+    if device.type not in (runs_on, "cuda"):
+        raise UnsupportedError(f"in this process kernels run on {runs_on}, and the tensors are on {device}")
     if triton.knobs.runtime.interpret:
         kernel[grid](*args, **meta)
         return
-    device = next(arg.device.index for arg in args if isinstance(arg, torch.Tensor))
-    if device != torch.cuda.current_device():
+    if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, grid, *args, **meta)
-    key = (kernel.fn, device, *meta.values())
+    key = (kernel.fn, device.index, *meta.values())
     found = _compiled.get(key)
     if found is None:
+        _refuse_specialised(kernel, args)
         compiled = kernel.warmup(*args, grid=grid, **meta)
         _tell_what_rounds(compiled, args)
         constexprs = tuple(value for name, value in meta.items() if name in kernel.arg_names)
         found = _compiled[key] = (compiled, constexprs)
     compiled, constexprs = found
     compiled[(*grid, 1, 1)[:3]](*args, *constexprs)
+
+
+def _refuse_specialised(kernel, args):
+    """Raise TypeError if a size would be compiled into the kernel by its value, which another call may not share."""
+    for param, arg in zip(kernel.params, args):
+        if isinstance(arg, int) and not param.do_not_specialize:
+            raise TypeError(
+                f"{kernel.fn.__name__}: write @triton.jit(do_not_specialize=[{param.name!r}]), as a compiled kernel is reused"
+            )
 
 
 def compiled_with(config):

@@ -43,4 +43,4 @@ def naive(inputs, out, config=None):
         )  # fmt: skip
     rows = M * NUM_HEADS
     for weight, projected in zip(inputs[4:6], out):
-        launch(rms_norm_kernel, (triton.cdiv(rows, 32),), projected, weight, rows, float(inputs.eps), D=HEAD_DIM, BLOCK_M=32)
+        launch(rms_norm_kernel, (triton.cdiv(rows, 32),), projected, weight, rows, inputs.eps, D=HEAD_DIM, BLOCK_M=32)

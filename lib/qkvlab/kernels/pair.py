@@ -2,7 +2,8 @@
 
 fp16 has tf32's 10 bits of mantissa at twice its rate and half its bytes, but 5 exponent bits. So every row of
 hidden_states and of the weights is scaled by a power of two that brings its largest element just below 2^15; the
-epilogue undoes both scales exactly, before eps is added. Rounding is then relative to the row, at any scale.
+epilogue undoes both scales exactly, before eps is added. Rounding is then relative to the row's largest element, at any
+scale: where one element is a billion times the others of its row, the others lose bits, and count for less than it.
 
 Ledger: 2 launches; the same FLOPs. The cast reads every input once and writes half of it: 12.6 MB + 4 KiB a token read,
 6.3 MB + 2 KiB a token written; the GEMM finds those in the L2. It saves what fused spends on rounding inside the main
@@ -68,7 +69,8 @@ def cast_kernel(
     p_cast = cast + o_row[:, None] * K + o_k[None, :]
     tl.store(p_cast, b_high, mask=m_row[:, None])
     if LOW:
-        tl.store(p_cast + (3 * N + tl.cast(M, tl.int64)) * K, (b_scaled - b_high).to(tl.float16), mask=m_row[:, None])
+        b_low = tl.where(b_size < float("inf"), b_scaled - b_high, 0.0).to(tl.float16)  # inf - inf would be NaN
+        tl.store(p_cast + (3 * N + tl.cast(M, tl.int64)) * K, b_low, mask=m_row[:, None])
     tl.store(unscale + o_row, ((b_exponent - 14) << 23).to(tl.float32, bitcast=True), mask=m_row)
 
 
@@ -94,6 +96,7 @@ def gemm_kernel(
     o_m = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.program_id(0) * D + tl.arange(0, D)
     o_k = tl.arange(0, BLOCK_K)
+    tl.static_assert(K % BLOCK_K == 0)
     # Rows beyond M read the last one, and are never stored: no mask stands between memory and the tensor cores.
     p_x = cast + (3 * N + tl.minimum(o_m, M - 1))[:, None] * K + o_k[None, :]
     p_w = cast + o_n[None, :] * K + o_k[:, None]
@@ -109,7 +112,10 @@ def gemm_kernel(
         else:
             b_acc = tl.dot(b_x, b_w, b_acc)
     b_x_scale = tl.load(unscale + 3 * N + o_m, mask=o_m < M, other=0.0)
-    b_out = b_acc * (b_x_scale[:, None] * tl.load(unscale + o_n)[None, :])
+    b_w_scale = tl.load(unscale + o_n)
+    # The smaller factor first: the product of the two may leave fp32's range where the result does not.
+    b_small = tl.minimum(b_x_scale[:, None], b_w_scale[None, :])
+    b_out = b_acc * b_small * tl.maximum(b_x_scale[:, None], b_w_scale[None, :])
     if i_proj < 2:
         b_out = rms_norm(b_out, tl.load(norm_weight + tl.arange(0, D)), eps)
     store_tile(out, b_out, i_m, i_head, M, N, BLOCK_M, D)
@@ -135,6 +141,6 @@ def cast_and_multiply(inputs, out, config, *, low):
     )  # fmt: skip
     launch(
         gemm_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
-        cast, unscale, *inputs[4:6], *out, M, float(inputs.eps),
+        cast, unscale, *inputs[4:6], *out, M, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, LOW=low, **meta(config),
     )  # fmt: skip

@@ -47,6 +47,7 @@ def project_tile(
     o_m = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     o_k = tl.arange(0, BLOCK_K)
+    tl.static_assert(K % BLOCK_K == 0)
     m_m = o_m[:, None] < M
     p_x = x + o_m[:, None] * K + o_k[None, :]
     p_w = w + o_n[None, :] * K + o_k[:, None]

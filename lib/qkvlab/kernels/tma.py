@@ -59,6 +59,7 @@ def tma_kernel(
         w_desc, norm_weight, out = v_desc, k_norm_weight, v
     o_d = tl.arange(0, D)
     b_norm_weight = tl.load(norm_weight + o_d)  # asked for now, so that it is there when the epilogue wants it
+    tl.static_assert(K % BLOCK_K == 0)
     # wgmma's first operand has at least 64 rows: where the tile has fewer tokens, the weights take its place.
     SWAPPED: tl.constexpr = BLOCK_M < 64
     b_acc = tl.zeros((D, BLOCK_M) if SWAPPED else (BLOCK_M, D), dtype=tl.float32)
@@ -91,6 +92,6 @@ def tma(inputs, out, config=None):
         tma_kernel, (tiles_m * 3 * NUM_HEADS,),
         rounding_descriptor(states, [config.BLOCK_M, config.BLOCK_K]),
         *(rounding_descriptor(weight, [HEAD_DIM, config.BLOCK_K]) for weight in inputs[1:4]),
-        *inputs[4:6], *out, M, tiles_m, float(inputs.eps),
+        *inputs[4:6], *out, M, tiles_m, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, **meta(config),
     )  # fmt: skip
