@@ -89,16 +89,16 @@ def state():
 
 
 def sm_clock_mhz():
-    """The SM clock now, MHz; None without NVML."""
+    """The SM clock now, MHz; NaN without NVML."""
     return _nvml()[1]
 
 
 def _nvml():
-    """(driver version, SM clock in MHz) of the current device, or (None, None)."""
+    """(driver version, SM clock in MHz) of the current device, or (None, NaN)."""
     try:
         import pynvml
     except ImportError:
-        return None, None
+        return None, float("nan")
     pynvml.nvmlInit()
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(None).uuid}")

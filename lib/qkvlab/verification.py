@@ -3,7 +3,8 @@
 The board (SOL-ExecBench 1.0.2): an element passes if |out - ref| <= max_atol + max_rtol * |ref|; a tensor passes if at
 least 99 % of its elements do and all are finite. The lab, per tensor: no element beyond 2 * max_atol, at most 0.1 %
 beyond max_atol, and a relative error (Frobenius norm) of at most 1e-3; every element written, inputs left alone, no
-memory shared. The board's norm weights are all ones; here they are random.
+memory shared; and, in the first case, the same again after a call with other inputs and another eps. The board's norm
+weights are all ones; here they are random.
 """
 
 import warnings
@@ -55,7 +56,7 @@ def verify(fn, cases=None, *, rounds=1, seed=200):
     """Hold `fn` against the oracle, in `rounds` rounds of fresh inputs for each case.
 
     fn: any callable with the reference's signature, returning three fp32 tensors [B, S, 8, 128].
-    cases: suite.Case or (batch_size, seq_len) each; default: the suite, up to M = 586 where the interpreter runs it.
+    cases: qkvlab.Case or (batch_size, seq_len), or a list; default: the suite, up to M = 586 where the interpreter runs it.
     Returns a Report. An exception that fn raises is the caller's to see.
     """
     device = hardware.device()
@@ -85,7 +86,7 @@ def check_steadiness(fn, inputs, case):
         reasons = []
         if not torch.equal(out, first):
             reasons.append("a later call wrote into the result of this one")
-        if float((now - want).norm()) > RELATIVE_ERROR * float(want.norm()):
+        if now.shape != want.shape or not float((now - want).norm()) <= RELATIVE_ERROR * float(want.norm()):
             reasons.append("a call with other inputs, rows a sixteenth as large and eps = 0.01, is wrong")
         if reasons:
             row |= {"lab": False, "verdict": "; ".join([*reasons, row["verdict"]])}

@@ -105,6 +105,13 @@ def eps_outside_the_root(*inputs):
     return query, key, value
 
 
+def nan_where_rows_are_small(*inputs):
+    out = reference(*inputs)
+    if inputs[0].abs().max() < 1:
+        out.query_states[0, 0, 0, 0] = float("nan")
+    return out
+
+
 def norm_weights_without_sign(*inputs):
     return reference(*inputs[:4], inputs[4].abs(), inputs[5].abs(), inputs[6])
 
@@ -114,6 +121,7 @@ MUTANTS = {
     weights_kept_from_the_first_call: "a call with other inputs",
     eps_ignored: "a call with other inputs",
     eps_outside_the_root: "a call with other inputs",
+    nan_where_rows_are_small: "a call with other inputs",
     norm_weights_without_sign: "query_states",
     last_row_only: "value_states",
     norm_weights_swapped: "query_states",
