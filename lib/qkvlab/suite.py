@@ -50,20 +50,18 @@ def case(batch_size, seq_len):
 
 
 def as_cases(shapes):
-    """Cases from a Case or a (batch_size, seq_len), or a list of either; TypeError for anything else."""
-    shapes = (
-        [shapes]
-        if isinstance(shapes, Case) or (isinstance(shapes, tuple) and len(shapes) == 2 and isinstance(shapes[0], int))
-        else shapes
-    )
-    found = []
-    for shape in shapes:
-        if not isinstance(shape, Case) and not (
-            isinstance(shape, tuple) and len(shape) == 2 and all(isinstance(n, int) for n in shape)
-        ):
-            raise TypeError(f"cases must be qkvlab.Case or (batch_size, seq_len) each, got {shape!r}")
-        found.append(shape if isinstance(shape, Case) else case(*shape))
-    return found
+    """Cases from a Case or a (batch_size, seq_len), or from several of either; TypeError for anything else."""
+
+    def one(shape):
+        if isinstance(shape, Case):
+            return shape
+        if isinstance(shape, tuple) and len(shape) == 2 and all(isinstance(size, int) for size in shape):
+            return case(*shape)
+        raise TypeError(f"cases must be qkvlab.Case or (batch_size, seq_len) each, got {shape!r}")
+
+    if isinstance(shapes, (list, tuple)) and not all(isinstance(size, int) for size in shapes):
+        return [one(shape) for shape in shapes]
+    return [one(shapes)] if shapes else []
 
 
 def make_inputs(batch_size, seq_len, *, device, seed=0):

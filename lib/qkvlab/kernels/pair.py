@@ -60,10 +60,10 @@ def cast_kernel(
     o_k = tl.arange(0, K)
     m_row = o_source < rows
     b_row = tl.load(source + o_source[:, None] * K + o_k[None, :], mask=m_row[:, None], other=0.0)
-    # The exponent of the row's largest finite element; 2^15 is the target, and both powers of two stay normal numbers.
+    # The exponent of the row's largest finite element is brought to 14; from 15 on both powers of two are normal numbers.
     b_size = tl.abs(b_row)
     b_exponent = tl.max(tl.where(b_size < float("inf"), b_size, 0.0), axis=1).to(tl.int32, bitcast=True) >> 23
-    b_exponent = tl.where(b_exponent == 0, 127, tl.maximum(b_exponent, 15))
+    b_exponent = tl.maximum(b_exponent, 15)
     b_scaled = b_row * ((268 - b_exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     b_high = b_scaled.to(tl.float16)
     p_cast = cast + o_row[:, None] * K + o_k[None, :]
