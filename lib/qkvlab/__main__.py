@@ -1,7 +1,6 @@
 """python -m qkvlab: what the Makefile calls."""
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -172,16 +171,9 @@ def profile(options):
         print("ncu is not there: Nsight Compute comes with the CUDA toolkit; put its ncu on PATH")
         return 1
     sections = ["SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats"]
-    command = [
-        "ncu",
-        "--clock-control",
-        "none",
-        "--profile-from-start",
-        "off",
-        *(word for name in sections for word in ("--section", name)),
-    ]
+    command = ["ncu", "--clock-control=none", "--profile-from-start=off", *(f"--section={name}" for name in sections)]
     source = PROFILED.format(stage=options.stage, case=options.case)
-    return subprocess.run([*command, sys.executable, "-c", source], env=os.environ).returncode
+    return subprocess.run([*command, sys.executable, "-c", source]).returncode
 
 
 def main():

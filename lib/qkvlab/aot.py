@@ -23,10 +23,11 @@ MMA = {"sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.syn
 
 
 def compiled(stage, arch, shapes, config=None):
-    """What `stage` (a name in IMPLEMENTATIONS) launches for each (batch_size, seq_len), compiled for `arch`; config overrides its heuristic.
+    """What `stage` (a name in IMPLEMENTATIONS) launches for each (batch_size, seq_len), compiled for `arch`.
 
-    Returns a DataFrame: stage, arch, batch_size, seq_len, kernel, shared_bytes, registers, spill_bytes (stack frame
-    and local memory), mma (the matrix instruction in the PTX, '' if none). Raises ValueError for an unknown stage or arch, RuntimeError with the compiler's words.
+    config: a launch.Config in the place of the stage's heuristic. Returns a DataFrame: stage, arch, batch_size, seq_len,
+    kernel, shared_bytes, registers, spill_bytes (stack frame and local memory), mma (the matrix instruction in the PTX,
+    '' if none). Raises ValueError for an unknown stage or arch, RuntimeError with the compiler's words.
     """
     if stage not in api.IMPLEMENTATIONS or arch not in ARCHITECTURES:
         raise ValueError(
@@ -72,7 +73,7 @@ def _type(arg):
         return "fp32"
     if isinstance(arg, int):
         return "i32"
-    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "i32"}
+    names = {"float32": "fp32", "float16": "fp16"}
     if hasattr(arg, "block_shape"):
         return f"tensordesc<{names[str(arg.base.dtype).removeprefix('torch.')]}{list(arg.block_shape)}>"
     return "*" + names[str(arg.dtype).removeprefix("torch.")]

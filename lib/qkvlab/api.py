@@ -63,8 +63,8 @@ def chosen(M, device):
     """M = batch_size * seq_len, torch.device or its name -> Choice.
 
     On a GPU that was tuned for, the smallest tuned M that is not below this one decides, the largest beyond them all.
-    Elsewhere a heuristic: tma up to M = 1024, fused above and where there is no TMA. pair and exact wait for `make tune`:
-    what has not passed its rounds of checks on a GPU is not picked there.
+    Elsewhere a heuristic: tma up to M = 1024, fused above and where there is no TMA. pair waits for `make tune`: what has
+    not passed its rounds of checks on a GPU is not picked there.
     """
     device = torch.device(device)
     if device.type != "cuda":

@@ -15,7 +15,6 @@ class Gpu:
     """Peak dense rates of one GPU: TFLOP/s by precision, TB/s of DRAM. `measured` holds the rates that a trial reached."""
 
     name: str
-    compute_capability: tuple[int, int]
     sm_count: int
     dram_tb_s: float
     tflops: dict[str, float]
@@ -39,7 +38,6 @@ def gpus():
         try:
             found[name] = Gpu(
                 name=name,
-                compute_capability=tuple(entry["compute_capability"]),
                 sm_count=entry["sm_count"],
                 dram_tb_s=entry["dram_tb_s"],
                 tflops=_by_precision(entry),
@@ -69,9 +67,9 @@ def device():
     return "cpu" if triton.knobs.runtime.interpret else "cuda"
 
 
-def gpu_name(index=None):
-    """The name in data/devices.yaml of CUDA device `index` (the current one if None); NVIDIA's own name if it has none there."""
-    full = torch.cuda.get_device_name(index)
+def gpu_name():
+    """The name in data/devices.yaml of the current CUDA device; NVIDIA's own name if it has none there."""
+    full = torch.cuda.get_device_name()
     return next((name for name in gpus() if name in full.split()), full)
 
 

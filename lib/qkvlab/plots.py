@@ -14,15 +14,13 @@ STYLES = {
     "naive": ("v", "#c9d6df", "0.2"),
     "split": ("^", "#8fb3cc", "0.2"),
     "fused": ("s", "#3f7fae", "0.1"),
+    "cublas_fp16": ("p", "none", "0.35"),
+    "tma": ("P", "#e3b23c", "0.1"),
+    "pair": ("X", "#6a994e", "0.1"),
+    "exact": ("h", "#7b5ea7", "0.1"),
     "auto": ("*", "#b3261e", "0.1"),
 }
-OTHERS = [
-    ("P", "#e3b23c", "0.1"),
-    ("X", "#6a994e", "0.1"),
-    ("h", "#7b5ea7", "0.1"),
-    ("p", "#c97b63", "0.1"),
-    ("d", "#444444", "0.1"),
-]
+OTHERS = [("d", "#c97b63", "0.1"), ("<", "#444444", "0.1"), (">", "#9bc1bc", "0.1")]  # a reader's own
 INK, FAINT = "0.15", "0.8"
 
 
@@ -47,7 +45,7 @@ def _origin(rows):
 def latency_vs_sol(rows):
     """One row a case in the order of M, µs on a log axis: the bound as a tick, baselines hollow, stages filled, % of SOL at the right.
 
-    rows: records.against_sol of one GPU. The percentage is the fastest stage's of the reduced class, with a flag's mark (!) if it bears one.
+    rows: records.against_sol of one GPU. The percentage is the fastest row's of the reduced class, marked (!) if it is flagged.
     """
     order = rows.drop_duplicates("uuid").sort_values(["m", "batch_size"]).uuid.tolist()
     height = {uuid: i for i, uuid in enumerate(reversed(order))}
@@ -185,7 +183,7 @@ def leaderboard(means, board):
 def error_budget(errors, means):
     """Worst relative error over the mean latency, a marker an implementation, the lab's limit as a line: what accuracy costs.
 
-    errors: records.recorded("errors", ...). means: records.means of the same run.
+    errors: records.recorded("errors", ...). means: records.means.
     """
     worst = errors.groupby("impl").relative_error.max()
     passed = errors.groupby("impl")[["board", "lab"]].min()

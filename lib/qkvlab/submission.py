@@ -171,7 +171,7 @@ def write(name, *, destination_passing=False, folder=FOLDER):
     return path
 
 
-def judge(name, *, destination_passing=False, folder=FOLDER):
+def judge(name, *, folder=FOLDER):
     """Have the evaluator, if it is installed, judge a stage on this GPU; its traces as a DataFrame (see `traces`)."""
     if shutil.which("sol-execbench"):
         command = ["sol-execbench"]
@@ -179,7 +179,7 @@ def judge(name, *, destination_passing=False, folder=FOLDER):
         command = [sys.executable, "-m", "sol_execbench.cli.main"]
     else:
         raise problem.UnsupportedError(f"the evaluator is not installed: {HOW_TO_GET}")
-    path = write(name, destination_passing=destination_passing, folder=folder)
+    path = write(name, folder=folder)
     output = folder / "traces.jsonl"
     output.unlink(missing_ok=True)
     done = subprocess.run([*command, str(folder / "problem"), "--solution", str(path), "--output", str(output)])

@@ -23,5 +23,7 @@ def known():
     found = {}
     for path in (tables.DATA / "tuned").glob("*.json"):
         table = json.loads(path.read_text())
-        found[path.stem] = tuple(sorted((entry["M"], entry["stage"], entry["config"]) for entry in table["classes"]))
+        found[path.stem] = tuple(
+            (entry["M"], entry["stage"], entry["config"]) for entry in sorted(table["classes"], key=lambda entry: entry["M"])
+        )
     return found

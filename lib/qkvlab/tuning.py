@@ -6,7 +6,7 @@ rejected is recorded with the reason. The public call never tunes; api.chosen re
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from datetime import date
 from functools import partial
@@ -48,11 +48,8 @@ def rejection(stage, config, shape):
     if not all(torch.equal(a, b) for a, b in zip(first, second)):
         return "two calls on the same inputs differ"
     report = verification.verify(run, [shape], rounds=ROUNDS)
-    return (
-        ""
-        if report.passed
-        else f"wrong: {report.table[~report.table.lab].verdict.iloc[0] if not report.table.lab.all() else 'the board'}"
-    )
+    wrong = report.table[~(report.table.board & report.table.lab)]
+    return "" if report.passed else f"wrong: {wrong.verdict.iloc[0]}"
 
 
 def tune(shapes=SHAPES):
@@ -64,8 +61,10 @@ def tune(shapes=SHAPES):
     for shape in tqdm(shapes, desc="tune", leave=False):
         M = shape[0] * shape[1]
         proposed = candidates(M, device)
+        inputs = suite.make_inputs(*shape, device=device)
         with ThreadPoolExecutor() as pool:  # compile side by side; what fails here fails again, with its reason, below
-            list(pool.map(lambda candidate: _compile(*candidate, shape), proposed))
+            futures = [pool.submit(api.IMPLEMENTATIONS[stage].function, *inputs, config=config) for stage, config in proposed]
+            wait(futures)
         admitted = []
         for stage, config in proposed:
             reason = rejection(stage, config, shape)
@@ -94,13 +93,6 @@ def tune(shapes=SHAPES):
         "classes": classes,
         "rejected": rejected,
     }
-
-
-def _compile(stage, config, shape):
-    try:
-        api.IMPLEMENTATIONS[stage].function(*suite.make_inputs(*shape, device="cuda"), config=config)
-    except Exception:
-        pass
 
 
 def write(table):

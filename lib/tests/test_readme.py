@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qkvlab import IMPLEMENTATIONS, records
+from qkvlab import IMPLEMENTATIONS, records, submission, suite
 
 TOP = Path(__file__).parents[2]
 README = (TOP / "README.md").read_text()
@@ -25,6 +25,12 @@ def test_figures_are_the_recorded_runs():
     bound = re.search(r"The mean bound is ([\d.]+) µs with fp16", README).group(1)
     assert bound == f"{means.mean_bound_us['fused']:.1f}"
     assert all(part in README for part in records.PUBLISHED["runs"])
+
+
+def test_figures_of_the_judge_are_the_recorded_ones():
+    judged = records.recorded("judge", submission.JUDGE_COLUMNS).set_index("uuid").judge_us
+    shown = re.search(r"evaluator has it at ([\d.]+) µs for M = 128 and ([\d.]+) µs for M = 1024", README).groups()
+    assert shown == tuple(f"{judged[suite.case(*shape).uuid]:.1f}" for shape in ((1, 128), (4, 256)))
 
 
 def test_every_stage_is_listed_as_it_is():
