@@ -9,7 +9,7 @@ JOBS ?= 2
 # One BLAS thread a worker: the workers share the cores, and BLAS threads that wait for each other are slower than one.
 TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TQDM_DISABLE=1
 
-.PHONY: help lab test report notebooks tune profile submission judge aot doctor clean
+.PHONY: help lab test report notebooks tune profile sanitize submission judge aot doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -34,6 +34,9 @@ tune: $(READY)  ## search launch configurations on this GPU, correctness first: 
 
 profile: $(READY)  ## Nsight Compute on one stage and case: make profile STAGE=fused CASE=0
 	$(RUN) -m qkvlab profile $(or $(STAGE),fused) $(or $(CASE),0)
+
+sanitize: $(READY)  ## compute-sanitizer's memcheck and racecheck on every stage: writes data/sanitizer/<gpu>/
+	$(RUN) -m qkvlab sanitize
 
 submission: $(READY)  ## a SOL-ExecBench solution.json of a stage: make submission STAGE=fused STYLE=return
 	$(RUN) -m qkvlab submit $(or $(STAGE),auto) --style $(or $(STYLE),return)

@@ -1,31 +1,43 @@
 """python -m qkvlab: what the Makefile calls."""
 
 import argparse
-import shutil
-import subprocess
 import sys
 
 import pandas as pd
 
 from .aot import ARCHITECTURES
 
+BETWEEN = [48, 100, 200, 400, 620, 900, 1200, 1400, 1700, 3000, 5000, 7000]  # M of shapes that are not in the suite
+
+
+def _running(contenders):
+    """Those that run on this machine; records in data/host what the first call and the later ones cost the host."""
+    from . import records, suite, timing
+
+    running, found = [], []
+    for contender in contenders:
+        try:
+            found.append(timing.host_time(contender, suite.case(4, 256)))
+        except Exception as reason:  # an UnsupportedError, or whatever torch.compile has to say
+            print(f"{contender.name} does not run here: {type(reason).__name__}: {reason}")
+        else:
+            running.append(contender)
+    records.save(pd.concat(found)[list(records.HOST_COLUMNS)], "host")
+    return running
+
 
 def _verified(contenders):
     """Those stages that are right on all 16 cases of this GPU, and the peers in any case; records every error in data/errors."""
     from datetime import date
 
-    from . import hardware, problem, records, verification
+    from . import hardware, records, verification
 
     right, found = [], []
     for contender in contenders:
         if contender.name == "torch_compile_tf32":  # poisoned memory would have it compile everything a second time
             right.append(contender)
             continue
-        try:
-            report = verification.verify(contender)
-        except problem.UnsupportedError as reason:
-            print(f"{contender.name} does not run here: {reason}")
-            continue
+        report = verification.verify(contender)
         found.append(report.table.assign(impl=contender.name, precision=contender.precision))
         if report.passed or contender.name.startswith(("torch", "cublas")):
             right.append(contender)
@@ -38,10 +50,12 @@ def _verified(contenders):
 
 def report(options):
     """Verify and measure all stages and peers on all 16 cases (on a GPU), draw the figures, print the table."""
-    from . import api, hardware, plots, records, timing
+    from . import api, hardware, plots, records, suite, timing
 
     if hardware.device() == "cuda":
-        right = _verified([*timing.peers(), *api.contenders()])
+        right = _verified(_running([*timing.peers(), *api.contenders()]))
+        stages = [stage for stage in right if stage in api.contenders()]
+        records.save(timing.bench(stages, [suite.case(1, m) for m in BETWEEN]), "between")
         rows = timing.bench([*right, *timing.yardsticks()])
         print(f"measured on this {hardware.gpu_name()}, written to {records.tables.shown(records.save(rows))}")
     else:
@@ -86,11 +100,15 @@ def tune(options):
 
 def aot(options):
     """Compile every stage for a GPU that is not here, and print what it uses."""
-    from . import aot, api, suite
+    from . import aot, api, problem, suite
 
     shapes = [(case.batch_size, case.seq_len) for case in suite.cases()]
     for name in api.IMPLEMENTATIONS:
-        table = aot.compiled(name, options.arch, shapes)
+        try:
+            table = aot.compiled(name, options.arch, shapes)
+        except problem.UnsupportedError as reason:
+            print(f"{name}: {reason}\n")
+            continue
         print(table.drop(columns=["batch_size", "seq_len"]).drop_duplicates().to_string(index=False), "\n")
     return 0
 
@@ -140,46 +158,38 @@ def judge(options):
     return 0
 
 
-PROFILED = """
-import torch
-from qkvlab import IMPLEMENTATIONS, cases, make_inputs
-case = cases()[{case}]
-inputs = make_inputs(case.batch_size, case.seq_len, device="cuda")
-function = IMPLEMENTATIONS["{stage}"].function
-function(*inputs)
-torch.cuda.synchronize()
-torch.cuda.profiler.start()
-function(*inputs)
-torch.cuda.synchronize()
-torch.cuda.profiler.stop()
-"""
-
-
 def profile(options):
     """One call of a stage under Nsight Compute, clocks left alone, with the sections that say what bounds it."""
-    from . import api, hardware, suite
+    from . import api, suite, tools
 
     if options.stage not in api.IMPLEMENTATIONS or not 0 <= options.case < len(suite.cases()):
         print(f"STAGE is one of {', '.join(api.IMPLEMENTATIONS)}; CASE is 0 to {len(suite.cases()) - 1} (data/cases.csv)")
         return 2
-    if hardware.device() == "cpu":
-        print(
-            "profiling needs an NVIDIA GPU and Nsight Compute (ncu); without one, `make aot` shows what the compiler made of a stage"
-        )
+    try:
+        return tools.profile(options.stage, suite.cases()[options.case])
+    except tools.problem.UnsupportedError as reason:
+        print(reason)
         return 1
-    if not shutil.which("ncu"):
-        print("ncu is not there: Nsight Compute comes with the CUDA toolkit; put its ncu on PATH")
+
+
+def sanitize(options):
+    """compute-sanitizer's memcheck and racecheck on every stage at two odd shapes, recorded in data/sanitizer."""
+    from . import records, tables, tools
+
+    try:
+        rows = tools.sanitize()
+    except tools.problem.UnsupportedError as reason:
+        print(reason)
         return 1
-    sections = ["SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats"]
-    command = ["ncu", "--clock-control=none", "--profile-from-start=off", *(f"--section={name}" for name in sections)]
-    source = PROFILED.format(stage=options.stage, case=options.case)
-    return subprocess.run([*command, sys.executable, "-c", source]).returncode
+    print(rows[["impl", "tool", "batch_size", "seq_len", "said"]].to_string(index=False))
+    print(f"written to {tables.shown(records.save(rows, 'sanitizer'))}")
+    return int((rows.errors != 0).fillna(True).any())
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m qkvlab", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    for command in (report, tune, aot, profile, submit, judge):
+    for command in (report, tune, aot, profile, sanitize, submit, judge):
         entry = commands.add_parser(command.__name__, help=command.__doc__.splitlines()[0])
         entry.set_defaults(command=command)
         if command is aot:

@@ -27,7 +27,8 @@ def compiled(stage, arch, shapes, config=None):
 
     config: a launch.Config in the place of the stage's heuristic. Returns a DataFrame: stage, arch, batch_size, seq_len,
     kernel, shared_bytes, registers, spill_bytes (stack frame and local memory), mma (the matrix instruction in the PTX,
-    '' if none). Raises ValueError for an unknown stage or arch, RuntimeError with the compiler's words.
+    '' if none). Raises ValueError for an unknown stage or arch, UnsupportedError where the stage does not run on the
+    arch, RuntimeError with the compiler's words.
     """
     if stage not in api.IMPLEMENTATIONS or arch not in ARCHITECTURES:
         raise ValueError(
@@ -40,16 +41,24 @@ def compiled(stage, arch, shapes, config=None):
     )
     if done.returncode:
         raise RuntimeError(f"{stage} does not compile for {arch}:\n{done.stderr.strip()[-2000:]}")
-    return pd.DataFrame(json.loads(done.stdout.splitlines()[-1]))
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "unsupported" in answer:
+        raise problem.UnsupportedError(answer["unsupported"])
+    return pd.DataFrame(answer["launches"])
 
 
-def _planned(stage, shapes, config=None):
+def _planned(stage, arch, shapes, config=None):
     """[(batch_size, seq_len, kernel, args, meta)] of every launch, none of which takes place."""
     plan = []
     weight = torch.empty(problem.QKV_OUT_SIZE, problem.HIDDEN_SIZE, device="meta")
     norm = torch.empty(problem.HEAD_DIM, device="meta")
     for batch_size, seq_len in shapes:
-        launch.recorder = lambda kernel, grid, args, meta: plan.append((batch_size, seq_len, kernel, args, meta))
+
+        def recorder(kernel, grid, args, meta):
+            plan.append((batch_size, seq_len, kernel, args, meta))
+
+        recorder.capability = divmod(ARCHITECTURES[arch], 10)
+        launch.recorder = recorder
         states = torch.empty(batch_size, seq_len, problem.HIDDEN_SIZE, device="meta")
         api.IMPLEMENTATIONS[stage].function(states, weight, weight, weight, norm, norm, config=config)
     return plan
@@ -59,12 +68,14 @@ def _compile(kernel, args, meta, arch):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     constexprs = {name: value for name, value in meta.items() if name in kernel.arg_names}
     options = {name: value for name, value in meta.items() if name not in constexprs}
     signature = dict(zip(kernel.arg_names, map(_type, args))) | dict.fromkeys(constexprs, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(args) if _type(arg).startswith("*")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=aligned)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(kernel, signature, constexprs, aligned)
     return triton.compile(source, target=GPUTarget("cuda", ARCHITECTURES[arch], 32), options=options)
 
 
@@ -73,9 +84,10 @@ def _type(arg):
         return "fp32"
     if isinstance(arg, int):
         return "i32"
-    names = {"float32": "fp32", "float16": "fp16"}
+    names = {"float32": "fp32", "float16": "fp16", "int32": "i32"}
     if hasattr(arg, "block_shape"):
-        return f"tensordesc<{names[str(arg.base.dtype).removeprefix('torch.')]}{list(arg.block_shape)}>"
+        layout = f",{arg.layout!r}" if hasattr(arg, "layout") else ""
+        return f"tensordesc<{names[str(arg.base.dtype).removeprefix('torch.')]}{list(arg.block_shape)}{layout}>"
     return "*" + names[str(arg.dtype).removeprefix("torch.")]
 
 
@@ -94,8 +106,13 @@ def _resources(cubin):
 
 def main(ask):
     config = launch.Config(**ask["config"]) if ask["config"] else None
+    try:
+        plan = _planned(ask["stage"], ask["arch"], ask["shapes"], config)
+    except problem.UnsupportedError as reason:
+        print(json.dumps({"unsupported": str(reason)}))
+        return
     rows, seen = [], {}
-    for batch_size, seq_len, kernel, args, meta in _planned(ask["stage"], ask["shapes"], config):
+    for batch_size, seq_len, kernel, args, meta in plan:
         key = (kernel.fn, *meta.items())
         if key not in seen:
             binary = _compile(kernel, args, meta, ask["arch"])
@@ -106,7 +123,7 @@ def main(ask):
                 "spill_bytes": spills, "mma": mma.group() if mma else "",
             }  # fmt: skip
         rows.append({"stage": ask["stage"], "arch": ask["arch"], "batch_size": batch_size, "seq_len": seq_len, **seen[key]})
-    print(json.dumps(rows))
+    print(json.dumps({"launches": rows}))
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ import torch
 from . import tuned
 from .kernels.exact import exact
 from .kernels.fused import fused
-from .kernels.launch import Config
+from .kernels.launch import Config, needs_tma, needs_wgmma
 from .kernels.naive import naive
 from .kernels.pair import pair
+from .kernels.persistent import persistent
 from .kernels.split import split
 from .kernels.tma import tma
 from .problem import EPS, Stage
 
 _ANYWHERE = "interpreter, sm_80 and newer"
 _TMA = "interpreter, sm_90 and newer"
+_WGMMA = "sm_90, Triton 3.7 and newer"
 
 IMPLEMENTATIONS = {
     stage.name: stage
@@ -24,8 +26,9 @@ IMPLEMENTATIONS = {
         Stage("naive", naive, "tf32", 5, "a matmul launched three times, a norm launched twice", _ANYWHERE),
         Stage("split", split, "tf32", 2, "one launch for the projections, one for the norms", _ANYWHERE),
         Stage("fused", fused, "tf32", 1, "the norm in the GEMM's epilogue", _ANYWHERE),
-        Stage("tma", tma, "tf32", 1, "the copy engine loads and rounds the tiles", _TMA),
+        Stage("tma", tma, "tf32", 1, "the copy engine loads and rounds the tiles", _TMA, needs_tma),
         Stage("pair", pair, "fp16", 2, "everything cast to scaled fp16, then the fused GEMM", _ANYWHERE),
+        Stage("persistent", persistent, "fp16", 2, "cast, epilogue and stores beside the products", _WGMMA, needs_wgmma),
         Stage("exact", exact, "3xfp16", 2, "three products of high and low fp16 parts", _ANYWHERE),
     )
 }
@@ -62,19 +65,25 @@ class Choice(NamedTuple):
 def chosen(M, device):
     """M = batch_size * seq_len, torch.device or its name -> Choice.
 
-    On a GPU that was tuned for, the smallest tuned M that is not below this one decides, the largest beyond them all.
-    Elsewhere a heuristic: tma up to M = 1024, fused above and where there is no TMA. pair waits for `make tune`: what has
-    not passed its rounds of checks on a GPU is not picked there.
+    On a GPU that was tuned for, the smallest tuned M that is not below this one decides, the largest beyond them all;
+    where its winner does not run (an older Triton), the runner-up does. Elsewhere a heuristic: tma up to M = 1024,
+    above it persistent, or pair where that does not run, and without TMA fused below and pair above.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return Choice("fused", None, "no GPU")
+
+    def runs(stage):
+        return not IMPLEMENTATIONS[stage].unsupported(device)
+
     classes = tuned.classes(device)
     if classes:
-        tuned_m, stage, config = next((entry for entry in classes if entry[0] >= M), classes[-1])
-        return Choice(stage, Config(**config), f"tuned at M = {tuned_m}")
-    has_tma = torch.cuda.get_device_capability(device) >= (9, 0)
-    return Choice("tma" if M <= 1024 and has_tma else "fused", None, "heuristic: nobody tuned for this GPU")
+        tuned_m, ranked = next((entry for entry in classes if entry[0] >= M), classes[-1])
+        for stage, config in ranked:
+            if runs(stage):
+                return Choice(stage, Config(**config), f"tuned at M = {tuned_m}")
+    ranked = ("tma", "fused") if M <= 1024 else ("persistent", "pair")
+    return Choice(next(filter(runs, ranked)), None, "heuristic: nobody tuned for this GPU")
 
 
 def contenders():

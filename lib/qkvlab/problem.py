@@ -14,6 +14,7 @@ HIDDEN_SIZE = 1024
 NUM_HEADS = 8
 HEAD_DIM = 128
 QKV_OUT_SIZE = NUM_HEADS * HEAD_DIM
+WEIGHT_ROWS = 3 * QKV_OUT_SIZE
 EPS = 1e-6
 
 
@@ -50,7 +51,8 @@ class QKV(NamedTuple):
 class Stage:
     """One way to compute the operation, or a peer to time beside it. `function` has the reference's signature.
 
-    precision: of the products. launches: kernels a call, None where it depends. runs: where it can.
+    precision: of the products. launches: kernels a call, None where it depends. runs: where it can, in words; needs: the
+    same as a check of a torch.device, which raises UnsupportedError with the reason.
     """
 
     name: str
@@ -59,9 +61,19 @@ class Stage:
     launches: int | None = None
     about: str = ""
     runs: str = ""
+    needs: object = None
 
     def __call__(self, *args, **kwargs):
         return self.function(*args, **kwargs)
+
+    def unsupported(self, device):
+        """Why the stage does not run on a torch.device or its name; '' if it does."""
+        try:
+            if self.needs:
+                self.needs(torch.device(device))
+        except UnsupportedError as reason:
+            return str(reason)
+        return ""
 
 
 def check_arguments(hidden_states, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, eps):

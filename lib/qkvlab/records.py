@@ -14,6 +14,10 @@ ERROR_COLUMNS = {
     "gpu": str, "impl": str, "precision": str, "uuid": str, "tensor": str, "board": int, "lab": int, "elements": int, "beyond": int,
     "worst_error": float, "relative_error": float, "torch": str, "triton": str, "driver": str | None, "commit": str, "date": str,
 }  # fmt: skip
+HOST_COLUMNS = {
+    "gpu": str, "impl": str, "batch_size": int, "seq_len": int, "first_ms": float, "host_us": float, "torch": str, "triton": str,
+    "driver": str | None, "commit": str, "date": str,
+}  # fmt: skip
 TRIAL_COLUMNS = {
     "gpu": str, "date": str, "triton": str, "method": str, "topic": str, "variant": str, "m": int, "median_us": float, "note": str | None,
 }  # fmt: skip

@@ -103,7 +103,7 @@ def _table():
         for gpu, found in tuned.known().items()
     ]
     return (
-        '"""What tuning found for a GPU, as api.chosen wants it: {gpu: ((M, stage, config), ...)}."""\n\n'
+        '"""What tuning found for a GPU, as api.chosen wants it: {gpu: ((M, ((stage, config), ...)), ...)}."""\n\n'
         "from functools import cache\n\nimport torch\n\n"
         f"KNOWN = {{\n{''.join(lines)}}}\n\n\ndef known():\n    return KNOWN\n\n\n{inspect.getsource(tuned.classes.__wrapped__)}"
     )

@@ -41,7 +41,7 @@ def measure(fns, cases=None, *, calls=CALLS, method=None):
     """As bench, but a row for every call, with its number, span_us and busy_us."""
     if hardware.device() != "cuda":
         raise UnsupportedError("timing needs an NVIDIA GPU; here the runs recorded in data/runs/ stand in (records.recorded())")
-    fns = [_timed(fn) for fn in (fns if isinstance(fns, (list, tuple)) else [fns])]
+    fns = _timed(fns)
     names = [fn.name for fn in fns]
     if len(set(names)) < len(names):
         raise ValueError(
@@ -103,9 +103,9 @@ def ratio(samples, a, b, *, confidence=0.95):
 
 
 def host_time(fns, case, *, calls=200):
-    """What a call costs the host: impl, first_ms (compilation included, if this is the process's first call), host_us (median)."""
+    """What a call costs the host, the rows of data/host: impl, first_ms (with compilation, if it is this process's first), host_us (median)."""
     rows = []
-    for fn in map(_timed, fns):
+    for fn in _timed(fns):
         inputs = suite.make_inputs(case.batch_size, case.seq_len, device=hardware.device())
         begin = time.perf_counter()
         fn.function(*inputs)
@@ -118,7 +118,8 @@ def host_time(fns, case, *, calls=200):
             took.append(time.perf_counter() - begin)
             torch.cuda.synchronize()
         rows.append((fn.name, case.batch_size, case.seq_len, first * 1e3, float(np.median(took)) * 1e6))
-    return pd.DataFrame(rows, columns=["impl", "batch_size", "seq_len", "first_ms", "host_us"])
+    found = pd.DataFrame(rows, columns=["impl", "batch_size", "seq_len", "first_ms", "host_us"])
+    return found.assign(date=date.today().isoformat(), **hardware.state())
 
 
 def peers():
@@ -188,8 +189,12 @@ def _with_tf32(fn, allowed):
     return call
 
 
-def _timed(fn):
-    return fn if hasattr(fn, "function") else Stage(getattr(fn, "__name__", type(fn).__name__), fn)
+def _timed(fns):
+    """Stages of a callable or a list of them."""
+    return [
+        fn if hasattr(fn, "function") else Stage(getattr(fn, "__name__", type(fn).__name__), fn)
+        for fn in (fns if isinstance(fns, (list, tuple)) else [fns])
+    ]
 
 
 def _measure_case(fns, case, calls, timer):

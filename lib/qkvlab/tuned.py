@@ -10,7 +10,7 @@ from . import tables
 
 @cache
 def classes(device):
-    """((M, stage, config as a dict), ...) in the order of M for a torch.device; () where nobody tuned for it."""
+    """((M, ((stage, config as a dict), ...)), ...), M ascending and stages from the best, for a torch.device; () where nobody tuned for it."""
     if device.type != "cuda":
         return ()
     name = torch.cuda.get_device_name(device).split()
@@ -19,11 +19,12 @@ def classes(device):
 
 @cache
 def known():
-    """{gpu: ((M, stage, config), ...)} of every GPU that somebody tuned for."""
+    """{gpu: its classes} of every GPU that somebody tuned for."""
     found = {}
     for path in (tables.DATA / "tuned").glob("*.json"):
         table = json.loads(path.read_text())
         found[path.stem] = tuple(
-            (entry["M"], entry["stage"], entry["config"]) for entry in sorted(table["classes"], key=lambda entry: entry["M"])
+            (entry["M"], tuple((found["stage"], found["config"]) for found in (entry, entry["runner_up"]) if found))
+            for entry in sorted(table["classes"], key=lambda entry: entry["M"])
         )
     return found

@@ -1,12 +1,13 @@
 """Choosing stage and launch configuration for a GPU and an M: correctness first, then the median.
 
-A configuration is admitted only if it compiles, fits, does not spill, is right by both rules in ROUNDS rounds of fresh
+Candidates are timed together, then checked from the fastest on until two are admitted, the winner and its runner-up. A
+configuration is admitted only if it compiles, fits, does not spill, is right by both rules in ROUNDS rounds of fresh
 inputs into poisoned outputs, and gives the same bits twice: some configurations compile into silent races. What is
 rejected is recorded with the reason. The public call never tunes; api.chosen reads what `make tune` wrote.
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import date
 from functools import partial
@@ -16,10 +17,11 @@ import torch
 from tqdm import tqdm
 
 from . import api, hardware, problem, suite, tables, timing, verification
-from .kernels import launch, pair, tile, tma
+from .kernels import launch, pair, persistent, tile, tma
 
 ROUNDS = 20
-SHAPES = [(1, 64), (1, 131), (2, 128), (2, 293), (4, 256), (4, 541), (8, 512), (8, 773), (16, 512)]
+# Up to 640 the largest M of each tile of tma.LADDER on 132 multiprocessors, then where two CTAs each end, and the suite's.
+SHAPES = [(1, 80), (1, 160), (1, 320), (1, 640), (4, 256), (1, 1408), (2, 1024), (4, 541), (8, 512), (8, 773), (16, 512)]
 
 
 def candidates(M, device):
@@ -31,6 +33,8 @@ def candidates(M, device):
         for (block_m, warps), stages in product([(64, 4), (128, 8)], [3, 4])
         if M > 512
     ]
+    if M > 512:
+        found.append(("persistent", persistent.heuristic(M, device)))
     return list(dict.fromkeys(found))
 
 
@@ -38,10 +42,9 @@ def rejection(stage, config, shape):
     """Why a configuration is not admitted at (batch_size, seq_len), or '' if it is."""
     run = partial(api.IMPLEMENTATIONS[stage].function, config=config)
     inputs = suite.make_inputs(*shape, device=hardware.device())
-    try:
-        first, second = run(*inputs), run(*inputs)
-    except Exception as error:  # whatever the compiler or the driver has to say is the reason
-        return f"does not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    first, second = _outcome(run, inputs), _outcome(run, inputs)
+    if isinstance(first, str):
+        return first
     spilling = [kernel for kernel, compiled in launch.compiled_with(config) if compiled.n_spills]
     if spilling:
         return f"spills in {', '.join(spilling)}"
@@ -50,6 +53,14 @@ def rejection(stage, config, shape):
     report = verification.verify(run, [shape], rounds=ROUNDS)
     wrong = report.table[~(report.table.board & report.table.lab)]
     return "" if report.passed else f"wrong: {wrong.verdict.iloc[0]}"
+
+
+def _outcome(run, inputs):
+    """What a call returns, or why there is none: whatever the compiler or the driver has to say is the reason."""
+    try:
+        return run(*inputs)
+    except Exception as error:
+        return f"does not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def tune(shapes=SHAPES):
@@ -61,30 +72,34 @@ def tune(shapes=SHAPES):
     for shape in tqdm(shapes, desc="tune", leave=False):
         M = shape[0] * shape[1]
         proposed = candidates(M, device)
+        runs = [partial(api.IMPLEMENTATIONS[stage].function, config=config) for stage, config in proposed]
         inputs = suite.make_inputs(*shape, device=device)
-        with ThreadPoolExecutor() as pool:  # compile side by side; what fails here fails again, with its reason, below
-            futures = [pool.submit(api.IMPLEMENTATIONS[stage].function, *inputs, config=config) for stage, config in proposed]
-            wait(futures)
+        with ThreadPoolExecutor() as pool:  # compiled side by side
+            outcomes = list(pool.map(lambda run: _outcome(run, inputs), runs))
+
+        def reject(i, reason):
+            rejected.append({"M": M, "stage": proposed[i][0], "config": asdict(proposed[i][1]), "reason": reason})
+
+        timed = []
+        for i, outcome in enumerate(outcomes):
+            if isinstance(outcome, str):
+                reject(i, outcome)
+            else:
+                timed.append(problem.Stage(f"{i}", runs[i]))
+        rows = timing.bench(timed, shape)
         admitted = []
-        for stage, config in proposed:
+        for i, us in rows.set_index("impl").median_us.sort_values().items():
+            stage, config = proposed[int(i)]
             reason = rejection(stage, config, shape)
             if reason:
-                rejected.append({"M": M, "stage": stage, "config": asdict(config), "reason": reason})
+                reject(int(i), reason)
             else:
-                admitted.append((stage, config))
-        timed = [
-            problem.Stage(f"{i}", partial(api.IMPLEMENTATIONS[stage].function, config=config))
-            for i, (stage, config) in enumerate(admitted)
-        ]
-        if not timed:
+                admitted.append({"stage": stage, "config": asdict(config), "median_us": round(us, 2)})
+            if len(admitted) == 2:
+                break
+        if not admitted:
             raise RuntimeError(f"nothing was admitted at M = {M}: {rejected}")
-        rows = timing.bench(timed, shape)
-        median = rows.set_index("impl").median_us.sort_values()
-        best, *others = [
-            {"stage": admitted[int(i)][0], "config": asdict(admitted[int(i)][1]), "median_us": round(us, 2)}
-            for i, us in median.items()
-        ]
-        classes.append({"M": M, **best, "runner_up": others[0] if others else None})
+        classes.append({"M": M, **admitted[0], "runner_up": admitted[1] if len(admitted) > 1 else None})
     return {
         **hardware.state(),
         "date": date.today().isoformat(),

@@ -1,7 +1,7 @@
 import pytest
 
 import qkvlab
-from qkvlab import hardware
+from qkvlab import IMPLEMENTATIONS, hardware
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +13,12 @@ def device():
 def small(device):
     """Inputs of a shape that no tile divides."""
     return qkvlab.make_inputs(3, 5, device=device, seed=1)
+
+
+def pytest_collection_modifyitems(items):
+    """What a stage needs and this machine lacks skips its tests, with the reason; those marked `anywhere` launch nothing."""
+    for item in items:
+        stage = getattr(item, "callspec", None) and IMPLEMENTATIONS.get(item.callspec.params.get("impl"))
+        reason = stage and stage.unsupported(hardware.device())
+        if reason and not item.get_closest_marker("anywhere"):
+            item.add_marker(pytest.mark.skip(reason=f"{stage.name}: {reason}"))

@@ -66,6 +66,7 @@ WRONG = {
 }
 
 
+@pytest.mark.anywhere
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("impl", ["auto", *IMPLEMENTATIONS])
 def test_wrong_arguments_are_refused(small, impl, wrong):
@@ -96,6 +97,7 @@ def test_an_unknown_impl_is_named(small):
         qkvlab.qkv_rmsnorm(*small, impl="fastest")
 
 
+@pytest.mark.anywhere
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", [(0, 7), (4, 0)])
 def test_an_empty_batch_gives_empty_outputs(device, impl, shape):
@@ -113,6 +115,7 @@ def test_out_is_written_and_returned(small, impl):
         assert returned is given and torch.equal(given, expected)
 
 
+@pytest.mark.anywhere
 @pytest.mark.parametrize("impl", ["auto", *IMPLEMENTATIONS])
 def test_an_out_that_shares_memory_is_refused(small, impl):
     one, two, three = (torch.empty(3, 5, 8, 128, device=small.hidden_states.device) for _ in range(3))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qkvlab import IMPLEMENTATIONS, Stage, UnsupportedError, api, hardware, reference, tables, tuned, tuning
+from qkvlab.kernels import launch
 from qkvlab.kernels.launch import Config
 
 CUDA = torch.device("cuda", 0)
@@ -27,20 +28,33 @@ def on(monkeypatch):
 
 
 def test_the_smallest_class_that_is_not_below(on):
-    table = tuple((m, "tma", FAKE["config"] | {"BLOCK_M": block}) for m, block in ((64, 16), (256, 32), (1024, 128)))
+    table = tuple((m, (("tma", FAKE["config"] | {"BLOCK_M": block}),)) for m, block in ((64, 16), (256, 32), (1024, 128)))
     chosen = on("NVIDIA H200", (9, 0), {"H200": table})
     assert [chosen(m, CUDA).config.BLOCK_M for m in (1, 64, 65, 256, 257, 1024, 9999)] == [16, 16, 32, 32, 128, 128, 128]
     assert chosen(65, CUDA).why == "tuned at M = 256" and isinstance(chosen(1, CUDA).config, Config)
 
 
 def test_a_gpu_that_nobody_tuned_for_works_and_says_so(on):
-    chosen = on("NVIDIA B300", (10, 3), {"H200": ((64, "tma", FAKE["config"]),)})
-    assert [chosen(m, CUDA).stage for m in (1, 1024, 1025)] == ["tma", "tma", "fused"]
+    chosen = on("NVIDIA B300", (10, 3), {"H200": ((64, (("tma", FAKE["config"]),)),)})
+    assert [chosen(m, CUDA).stage for m in (1, 1024, 1025)] == ["tma", "tma", "pair"]
     assert chosen(1, CUDA).why == "heuristic: nobody tuned for this GPU" and chosen(1, CUDA).config is None
 
 
+def test_a_hopper_that_nobody_tuned_for(on):
+    chosen = on("NVIDIA H100", (9, 0), {})
+    assert [chosen(m, CUDA).stage for m in (1024, 1025)] == ["tma", "persistent"]
+
+
+def test_where_the_winner_does_not_run_the_runner_up_does(on, monkeypatch):
+    monkeypatch.delattr(launch.TensorDescriptor, "round_f32_to_tf32")  # as before Triton 3.7
+    ranked = (("persistent", FAKE["config"]), ("pair", FAKE["config"] | {"BLOCK_M": 64}))
+    found = on("NVIDIA H200", (9, 0), {"H200": ((8192, ranked),)})(4096, CUDA)
+    assert (found.stage, found.config.BLOCK_M, found.why) == ("pair", 64, "tuned at M = 8192")
+
+
 def test_without_tma(on):
-    assert on("NVIDIA A100", (8, 0), {})(1, CUDA).stage == "fused"
+    chosen = on("NVIDIA A100", (8, 0), {})
+    assert [chosen(m, CUDA).stage for m in (1, 2048)] == ["fused", "pair"]
 
 
 def test_without_a_gpu(device):
@@ -50,8 +64,11 @@ def test_without_a_gpu(device):
 
 def test_what_is_written_is_what_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "DATA", tmp_path)
-    tuning.write({"gpu": "H200", "classes": [{"M": 131, **FAKE, "median_us": 9.2, "runner_up": None}], "rejected": []})
-    assert tuned.known.__wrapped__() == {"H200": ((131, "tma", FAKE["config"]),)}
+    second = {"stage": "fused", "config": FAKE["config"], "median_us": 16.0}
+    entries = [{"M": m, **FAKE, "median_us": 9.2, "runner_up": other} for m, other in ((586, None), (131, second))]
+    tuning.write({"gpu": "H200", "classes": entries, "rejected": []})
+    first = ("tma", FAKE["config"])
+    assert tuned.known.__wrapped__() == {"H200": ((131, (first, ("fused", FAKE["config"]))), (586, (first,)))}
     assert json.loads((tmp_path / "tuned" / "H200.json").read_text())["classes"][0]["median_us"] == 9.2
 
 

@@ -53,9 +53,9 @@ print("judged")
 
 
 @pytest.mark.parametrize("destination_passing", [False, True], ids=["return", "out"])
-@pytest.mark.parametrize("stage", [*IMPLEMENTATIONS, "auto"])
-def test_an_exported_stage_stands_alone(stage, destination_passing, tmp_path, device):
-    path = submission.write(stage, destination_passing=destination_passing, folder=tmp_path)
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "auto"])
+def test_an_exported_stage_stands_alone(impl, destination_passing, tmp_path, device):
+    path = submission.write(impl, destination_passing=destination_passing, folder=tmp_path)
     for source in json.loads(path.read_text())["sources"]:
         file = tmp_path / source["path"]
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,17 +6,20 @@ argument is specialised by value: pointers are multiples of 16 bytes (problem.ch
 kernel's do_not_specialize.
 """
 
+import threading
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..problem import UnsupportedError
 
 _compiled = {}
-recorder = None  # while qkvlab.aot plans a launch, called in its place
+recorder = None  # while qkvlab.aot plans launches, called in their place; it has the target's `capability`
+_RUNS_ON = "cpu" if triton.knobs.runtime.interpret else "cuda"  # decided when the kernels are defined
 _TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 of the CUDA driver API
 
 
@@ -39,30 +42,73 @@ def launch(kernel, grid, *args, **meta):
     args: the kernel's runtime arguments, in order, before all constexprs. meta: its constexprs, in order, then the
     compiler's options (num_warps, num_stages, ...).
     """
+    prepare(kernel, grid, *args, **meta)()
+
+
+def prepare(kernel, grid, *args, **meta):
+    """As launch, up to the launch itself: a function without arguments that queues it.
+
+    A call of several launches prepares them all before it queues the first, so that nothing but queueing lies between.
+    """
     if recorder:
         _refuse_specialised(kernel, args)
         recorder(kernel, grid, args, meta)
-        return
+        return lambda: None
     device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-    runs_on = "cpu" if triton.knobs.runtime.interpret else "cuda"
-    if device.type not in (runs_on, "cuda"):
-        raise UnsupportedError(f"in this process kernels run on {runs_on}, and the tensors are on {device}")
-    if triton.knobs.runtime.interpret:
-        kernel[grid](*args, **meta)
-        return
+    if device.type not in (_RUNS_ON, "cuda"):
+        raise UnsupportedError(f"in this process kernels run on {_RUNS_ON}, and the tensors are on {device}")
+    if _RUNS_ON == "cpu":
+        return partial(kernel[grid], *args, **meta)
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, grid, *args, **meta)
-    key = (kernel.fn, device.index, *meta.values())
+            return partial(_on_its_device, device, prepare(kernel, grid, *args, **meta))
+    key = (kernel.fn, device.index, *meta.items())
     found = _compiled.get(key)
     if found is None:
         _refuse_specialised(kernel, args)
         compiled = kernel.warmup(*args, grid=grid, **meta)
+        compiled._init_handles()
         _tell_what_rounds(compiled, args)
         constexprs = tuple(value for name, value in meta.items() if name in kernel.arg_names)
         found = _compiled[key] = (compiled, constexprs)
     compiled, constexprs = found
-    compiled[(*grid, 1, 1)[:3]](*args, *constexprs)
+    grid = (*grid, 1, 1)[:3]
+    driver = triton.runtime.driver.active
+    if not hasattr(driver.utils, "launch"):  # before Triton 3.7
+        return partial(compiled[grid], *args, *constexprs)
+    # What compiled[grid](...) comes to, with the tensor maps made now and not between two launches.
+    launcher, tensor_maps = compiled.run, iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    expanded = []
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            expanded.append(arg.data_ptr())  # of a tensor the launcher would ask the driver whose memory it is
+        elif hasattr(arg, "block_shape"):
+            _bind_context(device.index)
+            expanded += make_tensordesc_arg(arg, next(tensor_maps, None))
+        else:
+            expanded.append(arg)
+    stream = driver.get_current_stream(device.index)
+    return partial(
+        driver.utils.launch, *grid, stream, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl,
+        compiled.packed_metadata, None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature,
+        (*expanded, *constexprs),
+    )  # fmt: skip
+
+
+_thread = threading.local()
+
+
+def _bind_context(index):
+    """Have the device's context current in this thread, which making a tensor map needs and a new thread lacks; once a thread."""
+    bound = _thread.__dict__.setdefault("bound", set())
+    if index not in bound:
+        torch.cuda.current_stream(index).record_event()
+        bound.add(index)
+
+
+def _on_its_device(device, queue):
+    with torch.cuda.device(device):
+        queue()
 
 
 def _refuse_specialised(kernel, args):
@@ -76,8 +122,11 @@ def _refuse_specialised(kernel, args):
 
 def compiled_with(config):
     """[(kernel's name, compiled kernel)] of what was launched here with a configuration."""
-    values = tuple(meta(config).values())
-    return [(key[0].__name__, compiled) for key, (compiled, _) in _compiled.items() if key[-len(values) :] == values]
+    return [
+        (kernel.__name__, compiled)
+        for (kernel, _, *found), (compiled, _) in _compiled.items()
+        if meta(config).items() <= dict(found).items()
+    ]
 
 
 def rounding_descriptor(tensor, block_shape):
@@ -102,8 +151,26 @@ def sm_count(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def needs_hopper(device):
-    """Raise UnsupportedError on a CUDA device without TMA, which came with compute capability 9.0."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        raise UnsupportedError(f"this stage loads by TMA, which needs compute capability 9.0 or newer; this GPU has {found}")
+def capability(device):
+    """(major, minor) of the GPU that a launch on this device is for; while qkvlab.aot plans one, of its target. None on the CPU."""
+    if recorder:
+        return recorder.capability
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def needs_tma(device):
+    """Raise UnsupportedError on a GPU without TMA, which came with compute capability 9.0."""
+    found = capability(device)
+    if found and found < (9, 0):
+        raise UnsupportedError(f"this stage loads by TMA, which needs compute capability 9.0 or newer; this GPU has {found[0]}.{found[1]}")
+
+
+def needs_wgmma(device):
+    """Raise UnsupportedError where a Gluon kernel for Hopper does not run: other GPUs, the interpreter, Triton before 3.7."""
+    found = capability(device)
+    if found is None:
+        raise UnsupportedError("this stage is written in Gluon, which Triton's interpreter does not run")
+    if found[0] != 9:
+        raise UnsupportedError(f"this stage multiplies by wgmma, which compute capability 9.0 alone has; this GPU has {found[0]}.{found[1]}")
+    if not hasattr(TensorDescriptor, "round_f32_to_tf32"):
+        raise UnsupportedError(f"this stage needs Triton 3.7 or newer; this is {triton.__version__}")

@@ -16,11 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, operation
-from .launch import Config, launch, meta
+from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, WEIGHT_ROWS, operation
+from .launch import Config, capability, meta, prepare
 from .tile import rms_norm, store_tile
-
-WEIGHT_ROWS = 3 * QKV_OUT_SIZE
 
 
 def heuristic(M, device):
@@ -41,12 +39,14 @@ def heuristic(M, device):
 def cast_kernel(
     x, q_weight, k_weight, v_weight, cast, unscale,
     M,
-    K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """cast [3 * N + M, K] fp16, unscale [3 * N + M] fp32: the rows of the weights, then those of x, each scaled.
 
     LOW: what the rounding lost goes to a second such matrix behind the first, so that high + low is the row to 22 bits.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0)
     o_row = i * ROWS + tl.arange(0, ROWS).to(tl.int64)
     if i < N // ROWS:
@@ -78,7 +78,8 @@ def cast_kernel(
 def gemm_kernel(
     cast, unscale, q_norm_weight, k_norm_weight, q, k, v,
     M, eps,
-    K: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """q, k, v [M, HEADS * D] fp32 from what cast_kernel wrote; program (i, i_m) makes one head of one projection.
 
@@ -100,6 +101,8 @@ def gemm_kernel(
     # Rows beyond M read the last one, and are never stored: no mask stands between memory and the tensor cores.
     p_x = cast + (3 * N + tl.minimum(o_m, M - 1))[:, None] * K + o_k[None, :]
     p_w = cast + o_n[None, :] * K + o_k[:, None]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     b_acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
     low = (3 * N + tl.cast(M, tl.int64)) * K
     for i_k in range(0, K, BLOCK_K):
@@ -134,13 +137,17 @@ def cast_and_multiply(inputs, out, config, *, low):
     cast = states.new_empty((1 + low) * (WEIGHT_ROWS + M), HIDDEN_SIZE, dtype=torch.float16)
     unscale = states.new_empty(WEIGHT_ROWS + M)
     cast_rows = 256 if states.device.type == "cpu" else 4  # the interpreter's time goes with the number of programs
-    launch(
+    # Programmatic dependent launch: the second grid is set up while the first runs, and waits for it inside.
+    pdl = (capability(states.device) or (0, 0)) >= (9, 0)
+    first = prepare(
         cast_kernel, (triton.cdiv(WEIGHT_ROWS + M, cast_rows),),
         *inputs[:4], cast, unscale, M,
-        K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=cast_rows, LOW=low,
+        K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=cast_rows, LOW=low, PDL=pdl,
     )  # fmt: skip
-    launch(
+    second = prepare(
         gemm_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
         cast, unscale, *inputs[4:6], *out, M, inputs.eps,
-        K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, LOW=low, **meta(config),
+        K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, LOW=low, PDL=pdl, **meta(config), launch_pdl=pdl,
     )  # fmt: skip
+    first()
+    second()

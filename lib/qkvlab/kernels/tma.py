@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, operation
-from .launch import Config, launch, meta, needs_hopper, rounding_descriptor, sm_count
+from .launch import Config, launch, meta, needs_tma, rounding_descriptor, sm_count
 
 LADDER = (
     Config(BLOCK_M=16, BLOCK_K=64, num_warps=4, num_stages=5),
@@ -85,7 +85,7 @@ def tma(inputs, out, config=None):
     Raises UnsupportedError on a GPU without TMA (before compute capability 9.0).
     """
     states, M = inputs.hidden_states.flatten(0, 1), inputs.M
-    needs_hopper(states.device)
+    needs_tma(states.device)
     config = config or heuristic(M, states.device)
     tiles_m = triton.cdiv(M, config.BLOCK_M)
     launch(

@@ -1,0 +1,86 @@
+"""NVIDIA's command line tools on the stages: Nsight Compute on one, compute-sanitizer on all. Both come with the CUDA toolkit."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from itertools import product
+
+import pandas as pd
+
+from . import api, hardware, problem
+
+SECTIONS = ["SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats"]
+ODD_SHAPES = [(1, 131), (3, 411)]
+SANITIZERS = ["memcheck", "racecheck"]
+SANITIZER_COLUMNS = {
+    "gpu": str, "impl": str, "tool": str, "batch_size": int, "seq_len": int, "errors": int | None, "said": str, "torch": str,
+    "triton": str, "driver": str | None, "commit": str, "date": str,
+}  # fmt: skip
+
+_ONE_CALL = """
+import torch
+from qkvlab import IMPLEMENTATIONS, make_inputs
+inputs = make_inputs({batch_size}, {seq_len}, device="cuda")
+function = IMPLEMENTATIONS["{stage}"].function
+function(*inputs)
+torch.cuda.synchronize()
+torch.cuda.profiler.start()
+function(*inputs)
+torch.cuda.synchronize()
+torch.cuda.profiler.stop()
+"""
+
+
+def _command(tool, purpose, *options):
+    if hardware.device() == "cpu":
+        raise problem.UnsupportedError(
+            f"{purpose} needs an NVIDIA GPU and {tool}; without one, `make aot` shows what the compiler made of a stage"
+        )
+    if not shutil.which(tool):
+        raise problem.UnsupportedError(f"{tool} is not there: it comes with the CUDA toolkit; put it on PATH")
+    return [tool, *options, sys.executable, "-c"]
+
+
+def profile(stage, case):
+    """One call of a stage on a suite.Case under Nsight Compute, clocks left alone; returns ncu's exit code.
+
+    Raises UnsupportedError without a GPU or ncu.
+    """
+    command = _command(
+        "ncu", "profiling", "--clock-control=none", "--profile-from-start=off", *(f"--section={name}" for name in SECTIONS)
+    )
+    source = _ONE_CALL.format(stage=stage, batch_size=case.batch_size, seq_len=case.seq_len)
+    return subprocess.run([*command, source]).returncode
+
+
+def sanitize(shapes=ODD_SHAPES):
+    """Every stage that runs here under each of SANITIZERS, at shapes that no tile divides: the rows of data/sanitizer.
+
+    errors: what the tool counted, NA where it gave no summary. Raises UnsupportedError without a GPU or compute-sanitizer.
+    """
+    _command("compute-sanitizer", "sanitizing")
+    stages = [stage.name for stage in api.IMPLEMENTATIONS.values() if not stage.unsupported("cuda")]
+
+    def run(work):
+        stage, tool, (batch_size, seq_len) = work
+        command = _command("compute-sanitizer", "sanitizing", f"--tool={tool}")
+        source = _ONE_CALL.format(stage=stage, batch_size=batch_size, seq_len=seq_len)
+        # An allocation of its own for every tensor, so that reading past one is an error.
+        done = subprocess.run(
+            [*command, source], capture_output=True, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        )
+        found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+).*", done.stdout)
+        said = found.group() if found else (done.stdout + done.stderr).strip().splitlines()[-1][:200]
+        return {
+            "impl": stage, "tool": tool, "batch_size": batch_size, "seq_len": seq_len,
+            "errors": int(found.group(1)) if found and not done.returncode else pd.NA, "said": said,
+        }  # fmt: skip
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        rows = list(pool.map(run, product(stages, SANITIZERS, shapes)))
+    rows = pd.DataFrame(rows).assign(date=date.today().isoformat(), **hardware.state())
+    return rows[list(SANITIZER_COLUMNS)]

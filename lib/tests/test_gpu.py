@@ -1,0 +1,77 @@
+"""What only a GPU can show: CUDA graphs, streams, threads, other devices, and more than 2^31 elements."""
+
+import threading
+
+import pytest
+import torch
+
+import qkvlab
+from qkvlab import IMPLEMENTATIONS, make_inputs, oracle, verification
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+stages = pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "auto"])
+SHAPE = (3, 411)
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+@stages
+def test_a_cuda_graph_replays_on_new_values(impl):
+    inputs, other = (make_inputs(*SHAPE, device="cuda", seed=seed) for seed in (1, 2))
+    qkvlab.qkv_rmsnorm(*inputs, impl=impl)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = qkvlab.qkv_rmsnorm(*inputs, impl=impl)
+    for values in (other, make_inputs(*SHAPE, device="cuda", seed=3)):
+        for tensor, value in zip(inputs[:6], values):
+            tensor.copy_(value)
+        graph.replay()
+        assert same(captured, qkvlab.qkv_rmsnorm(*values, impl=impl))
+
+
+@stages
+def test_calls_in_flight_on_two_streams_share_nothing(impl):
+    several = [make_inputs(*SHAPE, device="cuda", seed=seed) for seed in (1, 2)]
+    wanted = [qkvlab.qkv_rmsnorm(*inputs, impl=impl) for inputs in several]
+    streams = [torch.cuda.Stream() for _ in several]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        found = []
+        for inputs, stream in zip(several, streams):
+            with torch.cuda.stream(stream):
+                found.append(qkvlab.qkv_rmsnorm(*inputs, impl=impl))
+        torch.cuda.synchronize()
+        assert all(same(*pair) for pair in zip(found, wanted))
+
+
+@stages
+def test_a_first_call_in_a_new_thread(impl):
+    inputs, found = make_inputs(*SHAPE, device="cuda"), []
+    thread = threading.Thread(target=lambda: found.append(qkvlab.qkv_rmsnorm(*inputs, impl=impl)))
+    thread.start()
+    thread.join()
+    assert same(found[0], qkvlab.qkv_rmsnorm(*inputs, impl=impl))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@stages
+def test_a_device_that_is_not_the_current_one(impl):
+    here, there = (make_inputs(*SHAPE, device=f"cuda:{i}", seed=1) for i in (0, 1))
+    assert torch.cuda.current_device() == 0
+    for _ in range(2):  # compiles, then launches what is compiled
+        found = qkvlab.qkv_rmsnorm(*there, impl=impl)
+        wanted = qkvlab.qkv_rmsnorm(*here, impl=impl)
+        assert same([out.to("cuda:0") for out in found], wanted) and torch.cuda.current_device() == 0
+
+
+@stages
+def test_more_than_2_to_the_31_elements(impl):
+    M = 2**21 + 3
+    small = make_inputs(1, 1, device="cuda")
+    states = torch.randn(1, M, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    found = qkvlab.qkv_rmsnorm(states, *small[1:], impl=impl)
+    rows = torch.tensor([0, 1, 127, 2**20 + 5, 2**21 - 1, 2**21, M - 1], device="cuda")
+    for out, want in zip(found, oracle(states[:, rows].contiguous(), *small[1:])):
+        assert float((out[:, rows] - want).norm() / want.norm()) < verification.RELATIVE_ERROR
