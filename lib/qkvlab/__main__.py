@@ -130,13 +130,16 @@ def judge(options):
     """Run SOL-ExecBench's evaluator on stages, time each right after, and record both in data/judge."""
     from . import api, hardware, records, submission, timing
 
-    stages = [stage for stage in api.contenders() if not options.stages or stage.name in options.stages]
-    unknown = set(options.stages) - {stage.name for stage in stages}
+    known = {stage.name: stage for stage in api.contenders()}
+    unknown = set(options.stages) - set(known)
     if unknown:
         print(f"STAGE must be 'auto' or one of {', '.join(api.IMPLEMENTATIONS)}; got {', '.join(sorted(unknown))}")
         return 2
     judged = []
-    for stage in stages:
+    for stage in [known[name] for name in options.stages or known]:
+        if reason := stage.unsupported("cuda"):
+            print(f"{stage.name} does not run here: {reason}")
+            continue
         try:
             found = submission.judge(stage.name)
         except submission.problem.UnsupportedError as reason:

@@ -17,10 +17,11 @@ STYLES = {
     "cublas_fp16": ("p", "none", "0.35"),
     "tma": ("P", "#e3b23c", "0.1"),
     "pair": ("X", "#6a994e", "0.1"),
+    "persistent": ("d", "#c97b63", "0.1"),
     "exact": ("h", "#7b5ea7", "0.1"),
     "auto": ("*", "#b3261e", "0.1"),
 }
-OTHERS = [("d", "#c97b63", "0.1"), ("<", "#444444", "0.1"), (">", "#9bc1bc", "0.1")]  # a reader's own
+OTHERS = [("<", "#444444", "0.1"), (">", "#9bc1bc", "0.1"), ("8", "#d9a5b3", "0.1")]  # a reader's own
 INK, FAINT = "0.15", "0.8"
 
 
@@ -117,7 +118,8 @@ def roofline(rows):
         if gpu.measured:
             measured = gpu.measured[name]
             axes.plot(x, np.minimum(x * gpu.measured["dram_tb_s"], measured), color=INK, linewidth=0.9, linestyle="--", zorder=1)
-            axes.text(high * 0.6, measured * 0.96, f"{measured:g} measured", ha="right", va="top", fontsize=8, color="0.35")
+            label = axes.text(high * 0.6, measured * 0.96, f"{measured:g} measured", ha="right", va="top", fontsize=8, color="0.35")
+            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # a grid line may run through it
     _label_slope(axes, low * 1.25, gpu.dram_tb_s, f"DRAM {gpu.dram_tb_s:g} TB/s", "bottom")
     if gpu.measured:
         _label_slope(axes, low * 1.25, gpu.measured["dram_tb_s"], f"{gpu.measured['dram_tb_s']:g} measured", "top")
@@ -192,15 +194,18 @@ def error_budget(errors, means):
     axes.text(
         0.01, verification.RELATIVE_ERROR * 1.1, "the lab's limit", transform=axes.get_yaxis_transform(), color=INK, fontsize=9
     )
-    for position, row in enumerate(means[means.impl.isin(worst.index)].itertuples()):
+    last, up = 0.0, False
+    for position, row in enumerate(means[means.impl.isin(worst.index)].sort_values("mean_us").itertuples()):
         axes.plot(row.mean_us, worst[row.impl], markersize=10, **_style(row.impl, position))
         failed = [rule for rule in ("board", "lab") if not passed[rule][row.impl]]
         note = f"{row.impl} ({row.precision})" + (f"\nfails: {', '.join(failed)}" if failed else "")
-        # Slanted into the empty space below, where neighbours' labels do not meet.
-        slanted = {"rotation": -40, "rotation_mode": "anchor", "va": "center"}
+        # Slanted into the empty space below, or above where the neighbour's label is near and below.
+        up = row.mean_us < 1.15 * last and not up
+        last = row.mean_us
         axes.annotate(
-            note, (row.mean_us, worst[row.impl]), xytext=(6, -9), textcoords="offset points", fontsize=9, color=INK, **slanted
-        )
+            note, (row.mean_us, worst[row.impl]), xytext=(6, 9 if up else -9), textcoords="offset points",
+            rotation=40 if up else -40, rotation_mode="anchor", va="center", fontsize=9, color=INK,
+        )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="mean latency over the 16 cases, µs", ylabel="worst relative error of a tensor")
     _plain(axes.xaxis)
     axes.margins(x=0.2, y=0.25)

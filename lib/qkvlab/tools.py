@@ -16,6 +16,7 @@ from . import api, hardware, problem
 SECTIONS = ["SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats"]
 ODD_SHAPES = [(1, 131), (3, 411)]
 SANITIZERS = ["memcheck", "racecheck"]
+TIMEOUT = 100  # seconds that a sanitizer may take
 SANITIZER_COLUMNS = {
     "gpu": str, "impl": str, "tool": str, "batch_size": int, "seq_len": int, "errors": int | None, "said": str, "torch": str,
     "triton": str, "driver": str | None, "commit": str, "date": str,
@@ -70,14 +71,16 @@ def sanitize(shapes=ODD_SHAPES):
         command = _command("compute-sanitizer", "sanitizing", f"--tool={tool}")
         source = _ONE_CALL.format(stage=stage, batch_size=batch_size, seq_len=seq_len)
         # An allocation of its own for every tensor, so that reading past one is an error.
-        done = subprocess.run(
-            [*command, source], capture_output=True, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        )
-        found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+).*", done.stdout)
-        said = found.group() if found else (done.stdout + done.stderr).strip().splitlines()[-1][:200]
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        try:
+            done = subprocess.run([*command, source], capture_output=True, text=True, env=environment, timeout=TIMEOUT)
+            output = done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            output = f"no end within {TIMEOUT} s"
+        found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+).*", output)
         return {
             "impl": stage, "tool": tool, "batch_size": batch_size, "seq_len": seq_len,
-            "errors": int(found.group(1)) if found and not done.returncode else pd.NA, "said": said,
+            "errors": int(found.group(1)) if found else pd.NA, "said": found.group() if found else output.strip()[-200:],
         }  # fmt: skip
 
     with ThreadPoolExecutor(max_workers=8) as pool:

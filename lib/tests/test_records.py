@@ -2,7 +2,7 @@
 
 import pytest
 
-from qkvlab import IMPLEMENTATIONS, plots, records, suite
+from qkvlab import IMPLEMENTATIONS, plots, records, suite, timing
 
 
 @pytest.fixture(scope="module")
@@ -11,7 +11,8 @@ def run():
 
 
 def test_the_published_run_is_whole(run):
-    assert {"torch_fp32", "torch_tf32", "torch_compile_tf32", "naive", "split", "fused", "auto"} <= set(run.impl)
+    peers = {stage.name for stage in [*timing.peers(), *timing.yardsticks()]}
+    assert set(run.impl) == {*IMPLEMENTATIONS, "auto", *peers}
     uuids = {case.uuid for case in suite.cases()}
     for impl, rows in run.groupby("impl"):
         assert set(rows.uuid) == uuids and len(rows) == len(uuids), impl
@@ -34,6 +35,24 @@ def test_stages_are_as_many_launches_as_they_say(run):
 def test_fused_leads_pytorch_and_split(run):
     mean = records.means(run).set_index("impl").mean_us
     assert mean["fused"] < mean[["torch_fp32", "torch_tf32", "torch_compile_tf32", "split"]].min()
+
+
+def test_auto_leads_its_class(run):
+    """Within 3 % of the fastest of its class on every case, and on shapes between them."""
+    between = records.recorded("between")
+    for rows in (run[run.precision_class == "reduced"], between[between.impl != "exact"]):
+        rows = rows[~rows.impl.str.startswith("gemm_only")].pivot_table(index="uuid", columns="impl", values="median_us")
+        assert len(rows) > 10 and (rows.auto / rows.min(axis=1)).max() < 1.03
+
+
+def test_exact_is_as_exact_as_fp32():
+    worst = records.recorded("errors", records.ERROR_COLUMNS).groupby("impl").relative_error.max()
+    assert worst["exact"] <= worst["torch_fp32"]
+
+
+def test_what_is_recorded_of_the_host_reads():
+    host = records.recorded("host", records.HOST_COLUMNS)
+    assert {*IMPLEMENTATIONS, "auto"} <= set(host.impl) and (host.host_us > 0).all()
 
 
 def test_doubts_are_flagged(run):
