@@ -118,7 +118,9 @@ def roofline(rows):
         if gpu.measured:
             measured = gpu.measured[name]
             axes.plot(x, np.minimum(x * gpu.measured["dram_tb_s"], measured), color=INK, linewidth=0.9, linestyle="--", zorder=1)
-            label = axes.text(high * 0.6, measured * 0.96, f"{measured:g} measured", ha="right", va="top", fontsize=8, color="0.35")
+            label = axes.text(
+                high * 0.6, measured * 0.96, f"{measured:g} measured", ha="right", va="top", fontsize=8, color="0.35"
+            )
             label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # a grid line may run through it
     _label_slope(axes, low * 1.25, gpu.dram_tb_s, f"DRAM {gpu.dram_tb_s:g} TB/s", "bottom")
     if gpu.measured:

@@ -162,7 +162,9 @@ def needs_tma(device):
     """Raise UnsupportedError on a GPU without TMA, which came with compute capability 9.0."""
     found = capability(device)
     if found and found < (9, 0):
-        raise UnsupportedError(f"this stage loads by TMA, which needs compute capability 9.0 or newer; this GPU has {found[0]}.{found[1]}")
+        raise UnsupportedError(
+            f"this stage loads by TMA, which needs compute capability 9.0 or newer; this GPU has {found[0]}.{found[1]}"
+        )
 
 
 def needs_wgmma(device):
@@ -171,6 +173,8 @@ def needs_wgmma(device):
     if found is None:
         raise UnsupportedError("this stage is written in Gluon, which Triton's interpreter does not run")
     if found[0] != 9:
-        raise UnsupportedError(f"this stage multiplies by wgmma, which compute capability 9.0 alone has; this GPU has {found[0]}.{found[1]}")
+        raise UnsupportedError(
+            f"this stage multiplies by wgmma, which compute capability 9.0 alone has; this GPU has {found[0]}.{found[1]}"
+        )
     if not hasattr(TensorDescriptor, "round_f32_to_tf32"):
         raise UnsupportedError(f"this stage needs Triton 3.7 or newer; this is {triton.__version__}")

@@ -16,12 +16,16 @@ and read again from the L2, where a tile of 128 x 128 takes in 512 KiB. What tha
 from functools import cache
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait,
-)  # fmt: skip
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -377,7 +381,7 @@ def persistent(inputs, out, config=None):
         TensorDescriptor(out[0], (3, M, QKV_OUT_SIZE), (step, QKV_OUT_SIZE, 1), (1, 64, STORED.value), _layout(32, 3)),
         states, cast, unscale, *inputs[4:6], counter, M, first_rows, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, BLOCK_M=config.BLOCK_M, BLOCK_K=config.BLOCK_K, STAGES=config.num_stages,
-        num_warps=config.num_warps, launch_pdl=True,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=True,
     )  # fmt: skip
     first()
     second()
