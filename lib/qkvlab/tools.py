@@ -61,7 +61,7 @@ def profile(stage, case):
 def sanitize(shapes=ODD_SHAPES):
     """Every stage that runs here under each of SANITIZERS, at shapes that no tile divides: the rows of data/sanitizer.
 
-    errors: what the tool counted, NA where it gave no summary. Raises UnsupportedError without a GPU or compute-sanitizer.
+    errors: what the tool counted, warnings too, NA where it gave no summary; said: that summary, and the first two findings. Raises UnsupportedError without a GPU or compute-sanitizer.
     """
     _command("compute-sanitizer", "sanitizing")
     stages = [stage.name for stage in api.IMPLEMENTATIONS.values() if not stage.unsupported("cuda")]
@@ -78,9 +78,10 @@ def sanitize(shapes=ODD_SHAPES):
         except subprocess.TimeoutExpired:
             output = f"no end within {TIMEOUT} s"
         found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+).*", output)
+        said = [found.group(), *re.findall(r"(?:Error|Warning): .*", output)[:2]] if found else [output.strip()[-200:]]
         return {
             "impl": stage, "tool": tool, "batch_size": batch_size, "seq_len": seq_len,
-            "errors": int(found.group(1)) if found else pd.NA, "said": found.group() if found else output.strip()[-200:],
+            "errors": int(found.group(1)) if found else pd.NA, "said": "; ".join(said),
         }  # fmt: skip
 
     with ThreadPoolExecutor(max_workers=8) as pool:

@@ -20,7 +20,7 @@ def gpu(monkeypatch):
     "output, errors",
     [
         ("========= ERROR SUMMARY: 0 errors", 0),
-        ("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)", 3),
+        ("Error: Race reported between a and b\n========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)", 3),
         ("Traceback: no such kernel", None),
     ],
 )
@@ -29,7 +29,10 @@ def test_a_summary_is_read(gpu, monkeypatch, output, errors):
     rows = tools.sanitize([(1, 131)])
     assert rows.tool.tolist() == tools.SANITIZERS and list(rows) == list(tools.SANITIZER_COLUMNS)
     assert rows.errors.isna().all() if errors is None else (rows.errors == errors).all()
-    assert all(said in output for said in rows.said)
+    assert (
+        all(part in output for said in rows.said for part in said.split("; "))
+        and ("Race reported" in output) == rows.said.str.contains("Race").all()
+    )
 
 
 def test_a_sanitizer_that_does_not_end_is_no_pass(gpu, monkeypatch):
