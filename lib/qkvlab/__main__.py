@@ -135,6 +135,9 @@ def judge(options):
     if unknown:
         print(f"STAGE must be 'auto' or one of {', '.join(api.IMPLEMENTATIONS)}; got {', '.join(sorted(unknown))}")
         return 2
+    if hardware.device() == "cpu":
+        print("judging needs an NVIDIA GPU; what the evaluator said on one is in data/judge/, and in notebook 09")
+        return 1
     judged = []
     for stage in [known[name] for name in options.stages or known]:
         if reason := stage.unsupported("cuda"):

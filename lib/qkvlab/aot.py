@@ -60,7 +60,10 @@ def _planned(stage, arch, shapes, config=None):
         recorder.capability = divmod(ARCHITECTURES[arch], 10)
         launch.recorder = recorder
         states = torch.empty(batch_size, seq_len, problem.HIDDEN_SIZE, device="meta")
-        api.IMPLEMENTATIONS[stage].function(states, weight, weight, weight, norm, norm, config=config)
+        try:
+            api.IMPLEMENTATIONS[stage].function(states, weight, weight, weight, norm, norm, config=config)
+        finally:
+            launch.recorder = None
     return plan
 
 

@@ -14,7 +14,7 @@ from .kernels.pair import pair
 from .kernels.persistent import persistent
 from .kernels.split import split
 from .kernels.tma import tma
-from .problem import EPS, Stage
+from .problem import EPS, Stage, UnsupportedError
 
 _ANYWHERE = "interpreter, sm_80 and newer"
 _TMA = "interpreter, sm_90 and newer"
@@ -68,10 +68,13 @@ def chosen(M, device):
     On a GPU that was tuned for, the smallest tuned M that is not below this one decides, the largest beyond them all;
     where its winner does not run (an older Triton), the runner-up does. Elsewhere a heuristic: tma up to M = 1024,
     above it persistent, or pair where that does not run, and without TMA fused below and pair above.
+    Raises UnsupportedError for a CUDA device where there is none.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return Choice("fused", None, "no GPU")
+    if not torch.cuda.is_available():
+        raise UnsupportedError("there is no NVIDIA GPU here")
 
     def runs(stage):
         return not IMPLEMENTATIONS[stage].unsupported(device)

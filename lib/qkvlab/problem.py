@@ -68,9 +68,12 @@ class Stage:
 
     def unsupported(self, device):
         """Why the stage does not run on a torch.device or its name; '' if it does."""
+        device = torch.device(device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return "there is no NVIDIA GPU here"
         try:
             if self.needs:
-                self.needs(torch.device(device))
+                self.needs(device)
         except UnsupportedError as reason:
             return str(reason)
         return ""

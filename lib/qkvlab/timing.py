@@ -3,7 +3,7 @@
 The protocol (SOL-ExecBench 1.0.2): for each call the arguments are copied to new addresses, 256 bytes further on, and
 the L2 is flushed by writing twice its size; a call's latency is the span from its first kernel's start to its last
 kernel's end by CUPTI, so gaps between launches count; 10 calls to warm up, 50 timed, and the median is the figure.
-Here several callables share one run: their calls are interleaved, and the order rotates.
+Here several callables share one run: each is called once a round, in an order drawn anew for every round.
 """
 
 import time
@@ -212,7 +212,7 @@ def _measure_case(fns, case, calls, timer):
             fn.function(*prepared())
     torch.cuda.synchronize()
     before = hardware.sm_clock_mhz()  # after the warm-up: an idle GPU's clock says nothing
-    order = [(call + turn) % len(fns) for call in range(calls) for turn in range(len(fns))]
+    order = _interleaved(calls, len(fns))
     spans = timer([fns[i].function for i in order], prepared)
     for wanted, fn in enumerate(fns):
         counts = {launches for i, (_, _, launches) in zip(order, spans) if i == wanted}
@@ -222,6 +222,12 @@ def _measure_case(fns, case, calls, timer):
             )
     clocks = {"sm_clock_mhz": before, "sm_clock_after_mhz": hardware.sm_clock_mhz()}
     return [[span for i, span in zip(order, spans) if i == wanted] for wanted in range(len(fns))], clocks
+
+
+def _interleaved(calls, callables):
+    """Numbers of callables, each once a round of `calls`: shuffled, since one that always follows the same other inherits its state."""
+    rng = np.random.default_rng(0)
+    return [int(i) for _ in range(calls) for i in rng.permutation(callables)]
 
 
 def _shifting(inputs, times):

@@ -36,14 +36,14 @@ torch.cuda.profiler.stop()
 """
 
 
-def _command(tool, purpose, *options):
+def _require(tool, purpose):
+    """Raise UnsupportedError, with what to do, without a GPU or the tool."""
     if hardware.device() == "cpu":
         raise problem.UnsupportedError(
             f"{purpose} needs an NVIDIA GPU and {tool}; without one, `make aot` shows what the compiler made of a stage"
         )
     if not shutil.which(tool):
         raise problem.UnsupportedError(f"{tool} is not there: it comes with the CUDA toolkit; put it on PATH")
-    return [tool, *options, sys.executable, "-c"]
 
 
 def profile(stage, case):
@@ -51,11 +51,10 @@ def profile(stage, case):
 
     Raises UnsupportedError without a GPU or ncu.
     """
-    command = _command(
-        "ncu", "profiling", "--clock-control=none", "--profile-from-start=off", *(f"--section={name}" for name in SECTIONS)
-    )
+    _require("ncu", "profiling")
+    options = ["--clock-control=none", "--profile-from-start=off", *(f"--section={name}" for name in SECTIONS)]
     source = _ONE_CALL.format(stage=stage, batch_size=case.batch_size, seq_len=case.seq_len)
-    return subprocess.run([*command, source]).returncode
+    return subprocess.run(["ncu", *options, sys.executable, "-c", source]).returncode
 
 
 def sanitize(shapes=ODD_SHAPES):
@@ -63,17 +62,17 @@ def sanitize(shapes=ODD_SHAPES):
 
     errors: what the tool counted, warnings too, NA where it gave no summary; said: that summary, and the first two findings. Raises UnsupportedError without a GPU or compute-sanitizer.
     """
-    _command("compute-sanitizer", "sanitizing")
+    _require("compute-sanitizer", "sanitizing")
     stages = [stage.name for stage in api.IMPLEMENTATIONS.values() if not stage.unsupported("cuda")]
 
     def run(work):
         stage, tool, (batch_size, seq_len) = work
-        command = _command("compute-sanitizer", "sanitizing", f"--tool={tool}")
         source = _ONE_CALL.format(stage=stage, batch_size=batch_size, seq_len=seq_len)
         # An allocation of its own for every tensor, so that reading past one is an error.
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         try:
-            done = subprocess.run([*command, source], capture_output=True, text=True, env=environment, timeout=TIMEOUT)
+            command = ["compute-sanitizer", f"--tool={tool}", sys.executable, "-c", source]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT)
             output = done.stdout + done.stderr
         except subprocess.TimeoutExpired:
             output = f"no end within {TIMEOUT} s"

@@ -24,7 +24,7 @@ def known():
     for path in (tables.DATA / "tuned").glob("*.json"):
         table = json.loads(path.read_text())
         found[path.stem] = tuple(
-            (entry["M"], tuple((found["stage"], found["config"]) for found in (entry, entry["runner_up"]) if found))
+            (entry["M"], tuple((ranked["stage"], ranked["config"]) for ranked in (entry, entry["runner_up"]) if ranked))
             for entry in sorted(table["classes"], key=lambda entry: entry["M"])
         )
     return found

@@ -25,7 +25,7 @@ SHAPES = [(1, 80), (1, 160), (1, 320), (1, 640), (4, 256), (1, 1408), (2, 1024),
 
 
 def candidates(M, device):
-    """[(stage, Config)] worth timing at M: each stage's own heuristic, and what lies around it."""
+    """[(stage, Config)] worth timing at M: of the stages that can lead: their own heuristics, and for tma and pair what lies around."""
     found = [("fused", tile.heuristic(M, device)), ("pair", pair.heuristic(M, device))]
     found += [("tma", config) for config in (*tma.LADDER, tma.TWO_A_MULTIPROCESSOR) if M <= 64 * config.BLOCK_M]
     found += [

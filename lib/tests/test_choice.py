@@ -18,6 +18,7 @@ def on(monkeypatch):
     """Pretend that the CUDA device has this name and capability, and that these tables are on record."""
 
     def pretend(name, capability, known):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(tuned, "known", lambda: known)
@@ -57,9 +58,17 @@ def test_without_tma(on):
     assert [chosen(m, CUDA).stage for m in (1, 2048)] == ["fused", "pair"]
 
 
-def test_without_a_gpu(device):
-    if device == "cpu":
-        assert api.chosen(5, torch.device("cpu")) == ("fused", None, "no GPU")
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert api.chosen.__wrapped__(5, torch.device("cpu")) == ("fused", None, "no GPU")
+    with pytest.raises(UnsupportedError, match="there is no NVIDIA GPU here"):
+        api.chosen.__wrapped__(5, "cuda")
+    assert {stage.unsupported("cuda") for stage in IMPLEMENTATIONS.values()} == {"there is no NVIDIA GPU here"}
+
+
+def test_what_the_interpreter_does_not_run_says_so():
+    assert "Triton's interpreter does not run it" in IMPLEMENTATIONS["persistent"].unsupported("cpu")
+    assert IMPLEMENTATIONS["tma"].unsupported("cpu") == ""
 
 
 def test_what_is_written_is_what_is_read(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qkvlab import IMPLEMENTATIONS, UnsupportedError, problem, submission, suite
+from qkvlab import IMPLEMENTATIONS, UnsupportedError, __main__, hardware, problem, submission, suite
 
 # The caller is a judge in small: it blocks the lab from being imported, moves every address by 256 bytes from call to
 # call, and looks for what an honest solution can trip over.
@@ -110,6 +110,13 @@ def test_without_the_evaluator_the_judge_says_how_to_get_it(monkeypatch, tmp_pat
     monkeypatch.setattr(submission.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="not installed: pip install .*SOL-ExecBench"):
         submission.judge("fused", folder=tmp_path)
+
+
+@pytest.mark.skipif(hardware.device() == "cuda", reason="without a GPU")
+@pytest.mark.parametrize("stage", ["tma", "persistent", "auto"])
+def test_without_a_gpu_the_judge_says_so(stage, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["qkvlab", "judge", stage])
+    assert __main__.main() == 1 and "judging needs an NVIDIA GPU" in capsys.readouterr().out
 
 
 def test_traces_are_read_back(tmp_path):

@@ -61,6 +61,13 @@ def test_what_would_be_averaged_or_mislabelled_is_refused(monkeypatch):
         bench(reference, method="CUPTI")
 
 
+def test_each_callable_once_a_round_and_after_every_other():
+    order = timing._interleaved(50, 4)
+    rounds = [order[i : i + 4] for i in range(0, 200, 4)]
+    assert all(sorted(turn) == [0, 1, 2, 3] for turn in rounds)
+    assert set(zip(order, order[1:])) >= {(a, b) for a in range(4) for b in range(4) if a != b}
+
+
 def test_arguments_move_by_256_bytes_and_keep_their_values(device):
     inputs = qkvlab.make_inputs(1, 3, device=device)
     seen = []

@@ -49,6 +49,7 @@ def prepare(kernel, grid, *args, **meta):
     """As launch, up to the launch itself: a function without arguments that queues it.
 
     A call of several launches prepares them all before it queues the first, so that nothing but queueing lies between.
+    The stream is the one that is current now, and the arguments' tensors must live until it is queued.
     """
     if recorder:
         _refuse_specialised(kernel, args)
@@ -162,19 +163,17 @@ def needs_tma(device):
     """Raise UnsupportedError on a GPU without TMA, which came with compute capability 9.0."""
     found = capability(device)
     if found and found < (9, 0):
-        raise UnsupportedError(
-            f"this stage loads by TMA, which needs compute capability 9.0 or newer; this GPU has {found[0]}.{found[1]}"
-        )
+        raise UnsupportedError(f"this stage loads by TMA, which needs compute capability 9.0 or newer, not {found[0]}.{found[1]}")
 
 
 def needs_wgmma(device):
     """Raise UnsupportedError where a Gluon kernel for Hopper does not run: other GPUs, the interpreter, Triton before 3.7."""
     found = capability(device)
     if found is None:
-        raise UnsupportedError("this stage is written in Gluon, which Triton's interpreter does not run")
+        raise UnsupportedError("this stage is written in Gluon for Hopper GPUs, and Triton's interpreter does not run it")
     if found[0] != 9:
         raise UnsupportedError(
-            f"this stage multiplies by wgmma, which compute capability 9.0 alone has; this GPU has {found[0]}.{found[1]}"
+            f"this stage multiplies by wgmma, which compute capability 9.0 alone has, not {found[0]}.{found[1]}"
         )
     if not hasattr(TensorDescriptor, "round_f32_to_tf32"):
         raise UnsupportedError(f"this stage needs Triton 3.7 or newer; this is {triton.__version__}")

@@ -7,9 +7,8 @@ scale: where one element is a billion times the others of its row, the others lo
 
 Ledger: 2 launches; the same FLOPs. The cast reads every input once and writes half of it: 12.6 MB + 4 KiB a token read,
 6.3 MB + 2 KiB a token written; the GEMM finds those in the L2. It saves what fused spends on rounding inside the main
-loop, where every tile of hidden_states is converted 24 times. The GEMM loads by plain pointers: a tensor map made
-between two launches makes the second come late (H200, 2026-11-30, Triton 3.6.0: with TMA a call took 75 to 106 µs at
-M = 2048, where trial kernels of the same two phases in one launch took 35).
+loop, where every tile of hidden_states is converted 24 times. The GEMM loads by plain pointers, from when tensor maps were made
+between the launches and the second came late (data/trials: 75 µs at M = 2048); launch.prepare would allow maps now.
 """
 
 import torch
