@@ -118,10 +118,11 @@ def roofline(rows):
         if gpu.measured:
             measured = gpu.measured[name]
             axes.plot(x, np.minimum(x * gpu.measured["dram_tb_s"], measured), color=INK, linewidth=0.9, linestyle="--", zorder=1)
-            label = axes.text(
-                high * 0.6, measured * 0.96, f"{measured:g} measured", ha="right", va="top", fontsize=8, color="0.35"
-            )
-            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # a grid line may run through it
+            # At the right edge, where no case lies, between the two roofs, and over the grid line that may run through it.
+            axes.text(
+                high * 0.98, measured * 1.03, f"{measured:g} measured", ha="right", va="bottom", fontsize=8, color="0.35",
+                zorder=1, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )  # fmt: skip
     _label_slope(axes, low * 1.25, gpu.dram_tb_s, f"DRAM {gpu.dram_tb_s:g} TB/s", "bottom")
     if gpu.measured:
         _label_slope(axes, low * 1.25, gpu.measured["dram_tb_s"], f"{gpu.measured['dram_tb_s']:g} measured", "top")
@@ -244,7 +245,7 @@ def where_time_goes(rows, impls):
         axes.axvline(series.bound_us.min(), color=INK, linewidth=1.5, label="bound")
         axes.set_title(f"M = {m}", loc="left", fontsize=10)
         axes.set_xlabel("µs")
-        axes.margins(x=0.05)
+        axes.set_xlim(0, 1.05 * (series.busy_us + series.gap_us).max())
     panels[0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.suptitle(f"Where a call's time goes ({_origin(rows)})", x=0.01, ha="left", fontsize=11)
     return figure
