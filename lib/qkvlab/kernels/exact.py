@@ -12,10 +12,16 @@ from dataclasses import replace
 
 from ..problem import operation
 from . import pair
+from .launch import Config
 
 
 def heuristic(M, device):
-    """M, torch.device -> pair's Config with two buffers, each of which holds high and low: what fits on Hopper and Blackwell."""
+    """M, torch.device -> pair's Config with two buffers, each of which holds high and low: what fits on Hopper and Blackwell.
+
+    Up to M = 2164 with tiles of 64, of which two fit on a multiprocessor.
+    """
+    if device.type != "cpu" and M <= 2164:
+        return Config(BLOCK_M=64, BLOCK_K=64, num_warps=4, num_stages=2)
     return replace(pair.heuristic(M, device), num_stages=2)
 
 

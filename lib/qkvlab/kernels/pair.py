@@ -23,14 +23,12 @@ from .tile import rms_norm, store_tile
 def heuristic(M, device):
     """M, torch.device -> Config of a BLOCK_M x 128 tile, several to a multiprocessor, so that one's stores hide behind another's products.
 
-    From trial kernels on an H200 (2026-11-30, Triton 3.6.0, CUPTI), GEMM alone: at M = 2048 tiles of 64, three to a
-    multiprocessor, take 26.4 µs where 128 x 256, one to a multiprocessor, takes 32.2; at 8192 tiles of 128, two to a
-    multiprocessor, take 97.9 and 128 x 256 takes 95.7. Whole calls with Triton 3.7.1 have since favoured tiles of 128 at
-    2048 too (data/tuned/H200.json). In the interpreter the largest.
+    Whole calls on an H200 (2026-11-30, Triton 3.7.1): at M = 2048 tiles of 128, two to a multiprocessor, take 40.3 µs where 64,
+    three to a multiprocessor, take 42.9; at 512 and below the smaller ones fill it better. In the interpreter the largest.
     """
     if device.type == "cpu":
         return Config(BLOCK_M=128, BLOCK_K=256, num_warps=4, num_stages=1)
-    if M <= 2164:
+    if M <= 512:
         return Config(BLOCK_M=64, BLOCK_K=64, num_warps=4, num_stages=3)
     return Config(BLOCK_M=128, BLOCK_K=64, num_warps=8, num_stages=3)
 
