@@ -61,13 +61,18 @@ class Choice(NamedTuple):
     why: str
 
 
+def tuned_for(M, classes):
+    """(tuned M, its stages from the best) of tuned.classes that decides for M: the smallest not below it, the largest beyond them all."""
+    return next((entry for entry in classes if entry[0] >= M), classes[-1])
+
+
 @cache
 def chosen(M, device):
     """M = batch_size * seq_len, torch.device or its name -> Choice.
 
-    On a GPU that was tuned for, the smallest tuned M that is not below this one decides, the largest beyond them all;
-    where its winner does not run (an older Triton), the runner-up does. Elsewhere a heuristic: tma up to M = 1024,
-    above it persistent, or pair where that does not run, and without TMA fused below and pair above.
+    On a GPU that was tuned for, tuned_for decides; where its winner does not run (an older Triton), the runner-up does.
+    Elsewhere a heuristic: tma up to M = 1024, above it persistent, or pair where that does not run, and without TMA fused
+    below and pair above.
     Raises UnsupportedError for a CUDA device where there is none.
     """
     device = torch.device(device)
@@ -81,7 +86,7 @@ def chosen(M, device):
 
     classes = tuned.classes(device)
     if classes:
-        tuned_m, ranked = next((entry for entry in classes if entry[0] >= M), classes[-1])
+        tuned_m, ranked = tuned_for(M, classes)
         for stage, config in ranked:
             if runs(stage):
                 return Choice(stage, Config(**config), f"tuned at M = {tuned_m}")

@@ -81,6 +81,17 @@ def test_what_is_written_is_what_is_read(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "tuned" / "H200.json").read_text())["classes"][0]["median_us"] == 9.2
 
 
+def test_of_two_that_tie_the_one_of_fewer_launches_wins():
+    def admitted(*stages):
+        return [{"stage": stage, "median_us": us} for stage, us in stages]
+
+    one, two = ("tma", 27.4), ("pair", 27.0)
+    assert tuning.ranked(admitted(two, one)) == admitted(one, two)
+    assert tuning.ranked(admitted(("tma", 27.0), ("pair", 27.4))) == admitted(("tma", 27.0), ("pair", 27.4))
+    apart = admitted(("pair", 27.0), ("tma", 28.0))
+    assert tuning.ranked(apart) == apart and tuning.ranked(apart[:1]) == apart[:1]
+
+
 def test_every_candidate_is_a_stage_with_a_configuration():
     for batch_size, seq_len in tuning.SHAPES:
         found = tuning.candidates(batch_size * seq_len, CUDA if torch.cuda.is_available() else torch.device("cpu"))
