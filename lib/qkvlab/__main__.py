@@ -87,7 +87,7 @@ def tune(options):
     try:
         table = tuning.tune()
     except problem.UnsupportedError as reason:
-        print(reason)
+        print(f"{reason}; what it found on one is in data/tuned/, and in notebook 06")
         return 1
     for entry in table["classes"]:
         other = entry["runner_up"] or {"stage": "none", "median_us": float("nan")}
@@ -109,7 +109,9 @@ def aot(options):
         except problem.UnsupportedError as reason:
             print(f"{name}: {reason}\n")
             continue
-        print(table.drop(columns=["batch_size", "seq_len"]).drop_duplicates().to_string(index=False), "\n")
+        table.insert(2, "smallest M", table.batch_size * table.seq_len)
+        table = table.drop(columns=["batch_size", "seq_len"]).sort_values("smallest M", kind="stable")
+        print(table.drop_duplicates(table.columns.drop("smallest M")).to_string(index=False), "\n")
     return 0
 
 

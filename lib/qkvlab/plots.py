@@ -54,13 +54,13 @@ def latency_vs_sol(rows):
     for y in height.values():
         axes.axhline(y, color=FAINT, linewidth=0.8, zorder=0)
     for position, (impl, series) in enumerate(rows.groupby("impl", sort=False)):
-        size = 11 if impl == "auto" else 8
+        size = 15 if impl == "auto" else 7  # behind the stage that it is, and larger
         axes.plot(
             series.median_us,
             series.uuid.map(height),
             label=impl,
             markersize=size,
-            zorder=3 if impl == "auto" else 2,
+            zorder=1.5 if impl == "auto" else 2,
             **_style(impl, position),
         )
     bounds = rows[rows.precision_class == "reduced"].drop_duplicates("uuid")
@@ -193,7 +193,7 @@ def error_budget(errors, means):
     worst = errors.groupby("impl").relative_error.max()
     passed = errors.groupby("impl")[["board", "lab"]].min()
     figure, axes = plt.subplots(figsize=(8.5, 5), layout="constrained")
-    axes.axhline(verification.RELATIVE_ERROR, color=INK, linewidth=1.2)
+    axes.axhline(verification.RELATIVE_ERROR, color=INK, linewidth=1.2, zorder=0.5)
     axes.text(
         0.01, verification.RELATIVE_ERROR * 1.1, "the lab's limit", transform=axes.get_yaxis_transform(), color=INK, fontsize=9
     )
@@ -208,6 +208,7 @@ def error_budget(errors, means):
         axes.annotate(
             note, (row.mean_us, worst[row.impl]), xytext=(6, 9 if up else -9), textcoords="offset points",
             rotation=40 if up else -40, rotation_mode="anchor", va="center", fontsize=9, color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5}, zorder=1,  # over the line, under the markers
         )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="mean latency over the 16 cases, µs", ylabel="worst relative error of a tensor")
     _plain(axes.xaxis)

@@ -6,9 +6,12 @@ kernel's end by CUPTI, so gaps between launches count; 10 calls to warm up, 50 t
 Here several callables share one run: each is called once a round, in an order drawn anew for every round.
 """
 
+import os
+import tempfile
 import time
 from contextlib import contextmanager
 from datetime import date
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -102,15 +105,24 @@ def ratio(samples, a, b, *, confidence=0.95):
     return pd.DataFrame(rows, columns=["batch_size", "seq_len", "ratio", "low", "high"])
 
 
+@contextmanager
+def _nothing_compiled():
+    """Triton and Inductor keep what they compiled on disk, from process to process: for a while they see an empty folder."""
+    with tempfile.TemporaryDirectory() as empty:
+        with patch.dict(os.environ, TRITON_CACHE_DIR=empty, TORCHINDUCTOR_CACHE_DIR=empty):
+            yield
+
+
 def host_time(fns, case, *, calls=200):
     """What a call costs the host, the rows of data/host: impl, first_ms (with compilation, if it is this process's first), host_us (median)."""
     rows = []
     for fn in _timed(fns):
         inputs = suite.make_inputs(case.batch_size, case.seq_len, device=hardware.device())
-        begin = time.perf_counter()
-        fn.function(*inputs)
-        torch.cuda.synchronize()
-        first = time.perf_counter() - begin
+        with _nothing_compiled():
+            begin = time.perf_counter()
+            fn.function(*inputs)
+            torch.cuda.synchronize()
+            first = time.perf_counter() - begin
         took = []
         for _ in range(calls):
             begin = time.perf_counter()

@@ -83,13 +83,14 @@ def check_steadiness(fn, inputs, case):
     other = suite.make_inputs(case.batch_size, case.seq_len, device=inputs.hidden_states.device, seed=case.m)
     other = other._replace(hidden_states=other.hidden_states / 16, eps=1e-2)
     for (row, out, first), want, now in zip(zip(rows, outputs, kept), oracle(*other), fn(*other)):
-        reasons = []
-        if not torch.equal(out, first):
-            reasons.append("a later call wrote into the result of this one")
+        reasons = [] if row["lab"] else [row["verdict"]]
         if now.shape != want.shape or not float((now - want).norm()) <= RELATIVE_ERROR * float(want.norm()):
-            reasons.append("a call with other inputs, rows a sixteenth as large and eps = 0.01, is wrong")
+            where = f", {_worst(_errors(now, want), now, want)[-1]}" if now.shape == want.shape else ""
+            reasons.insert(0, f"a call with other inputs, rows a sixteenth as large and eps = 0.01, is wrong{where}")
+        if not torch.equal(out, first):
+            reasons.insert(0, "a later call wrote into the result of this one")
         if reasons:
-            row |= {"lab": False, "verdict": "; ".join([*reasons, row["verdict"]])}
+            row |= {"lab": False, "verdict": "; ".join(reasons)}
     again = check(fn, inputs, case)
     return [row if not row["lab"] else repeated for row, repeated in zip(rows, again)]
 
@@ -144,19 +145,29 @@ def poisoned_memory():
         torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
 
 
+def _errors(out, expected):
+    """|out - expected|; an element that cannot be compared counts as infinitely wrong, but for agreement on what is not finite."""
+    same = (out == expected) | (out.isnan() & expected.isnan())
+    return (out - expected).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
+
+
+def _worst(error, out, expected):
+    """(index, error, value, expectation, the same in words) of the element that is furthest off."""
+    flat = int(error.argmax())
+    index = tuple(int(i) for i in np.unravel_index(flat, out.shape))
+    worst, value, wanted = (float(tensor.flatten()[flat]) for tensor in (error, out, expected))
+    return index, worst, value, wanted, f"worst at (batch, token, head, column) {index}: {value:.6g}, expected {wanted:.6g}"
+
+
 def _judge(out, expected, case, faults):
     if out.shape != expected.shape or out.dtype != torch.float32:
         verdict = f"is {out.dtype} {list(out.shape)}, expected torch.float32 {list(expected.shape)}"
         return {"board": False, "lab": False, "elements": out.numel(), "verdict": verdict}
     if not out.numel():
         return {"board": True, "lab": not faults, "elements": 0, "verdict": "; ".join(faults) or "empty, as expected"}
-    # An element that cannot be compared counts as infinitely wrong, but for agreement on what is not finite.
-    same = (out == expected) | (out.isnan() & expected.isnan())
-    error = (out - expected).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)
+    error = _errors(out, expected)
     beyond = int((error > case.max_atol).sum())
-    flat = int(error.argmax())
-    index = tuple(int(i) for i in np.unravel_index(flat, out.shape))
-    worst, value, wanted = (float(tensor.flatten()[flat]) for tensor in (error, out, expected))
+    index, worst, value, wanted, where = _worst(error, out, expected)
     finite = expected.isfinite()
     norm = float(expected[finite].norm())
     relative = float(error[finite].norm()) / norm if norm else float(error.max())
@@ -177,7 +188,6 @@ def _judge(out, expected, case, faults):
     lab = not reasons
     if not board:
         reasons.append("fails the board's rule")
-    where = f"worst at (batch, token, head, column) {index}: {value:.6g}, expected {wanted:.6g}"
     return {
         "board": board, "lab": lab, "elements": out.numel(), "beyond": beyond, "worst_error": worst, "worst_index": index,
         "worst_value": value, "worst_expected": wanted, "relative_error": relative, "verdict": "; ".join([*reasons, where]),

@@ -1,12 +1,17 @@
 """The measuring: what can be checked without a GPU, and on one the timer against itself."""
 
+import os
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-import qkvlab
+import qkvlab  # before triton: it decides where kernels run
 from qkvlab import bench, records, reference, timing
+
+import triton  # isort: skip
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times on a GPU")
 
@@ -34,6 +39,14 @@ def samples(**impls):
 def test_without_a_gpu_timing_is_refused_with_the_reason():
     with pytest.raises(qkvlab.UnsupportedError, match="needs an NVIDIA GPU.*data/runs"):
         bench(reference)
+
+
+def test_a_first_call_finds_nothing_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "compiled").touch()
+    with timing._nothing_compiled():
+        assert os.listdir(triton.knobs.cache.dir) == [] == os.listdir(cache_dir())
+    assert os.listdir(triton.knobs.cache.dir) == ["compiled"]
 
 
 def test_summary():

@@ -1,10 +1,10 @@
-"""persistent: the products never wait. One CTA a multiprocessor, and all that is not a product goes on beside them. Hopper, in Gluon.
+"""persistent: the products hardly wait. One CTA a multiprocessor, and all that is not a product goes on beside them. Hopper, in Gluon.
 
 As in pair, everything is cast to scaled fp16 first, but of hidden_states only the rows of two waves of tiles. The second
 launch, queued behind it by programmatic dependent launch, keeps one CTA on every multiprocessor and divides its warps:
 one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, three cast the other rows of hidden_states before
 their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps normalise and store the
-other in eight pieces, one every second step of K, so that stores leave all the time and not from every CTA at once.
+other in eight pieces, one every second step of K, so that stores leave over half of a tile's time and not in a burst.
 
 No CTA waits for one that may not be running: rows to cast are taken from a queue by whoever is there. The queue's
 counters and the cast rows belong to the call.
@@ -40,7 +40,7 @@ STORED = gl.constexpr(32)  # columns that are stored at a time, a quarter of a h
 def heuristic(M, device):
     """M, torch.device -> Config of a tile of 128 tokens by one head. 6 buffers of 32 KiB fill the shared memory, beside 32 KiB for outputs.
 
-    H200, 2026-11-30, Triton 3.7.1, GEMM alone at M = 8192: 5 buffers take 88.7 µs where 6 take 85.4 (data/trials).
+    H200, 2026-11-30, Triton 3.7.1, GEMM alone at M = 8192, an earlier form: 5 buffers take 88.7 µs where 6 take 85.5 (data/trials).
     """
     return Config(BLOCK_M=128, BLOCK_K=64, num_warps=WARPS.value, num_stages=6)
 
@@ -56,7 +56,7 @@ def cast_rows(
 ):  # fmt: skip
     """Rows i_row... of cast [3 * N + M, K] fp16 and of unscale [3 * N + M] fp32: those of the weights [N, K], then those of x [M, K].
 
-    Scaled as in pair. A row with an inf in it is scaled as if that were 2^128, which leaves it what it is.
+    Scaled as in pair, but that an inf counts as 2^128: it stays inf, and the small elements of its row become 0.
     """
     source, i_source = x, i_row - 3 * N
     if i_row < 3 * N:
@@ -224,7 +224,7 @@ def queue_products(b_acc, i_slot, phase, buffers, use_acc):
 
 @gluon.jit
 def free_before(b_acc, i_before, i_slot, phase, buffers, STAGES: gl.constexpr):
-    """Wait for all products but those queued last, and free the buffer of those before; -1 where there is none."""
+    """Wait for all products but those queued last, and free the buffer of those before, i_before, which is -1 at first."""
     s_x, s_w, full, empty = buffers
     b_acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[b_acc]))
     mbarrier.arrive(empty.index(gl.maximum(i_before, 0)), count=1, pred=i_before >= 0)
@@ -241,7 +241,8 @@ def multiplying_warps(
 ):  # fmt: skip
     """Products for one of the CTA's tiles, and between them the epilogue of the tile before."""
     ROWS: gl.constexpr = gl.SliceLayout(1, wgmma_layout(STORED))
-    COLUMNS: gl.constexpr = gl.BlockedLayout([D // 32], [32], [WARPS], [0])  # every warp has all: none waits for another
+    # Every warp has all columns' scales, so that the largest is found without a barrier.
+    COLUMNS: gl.constexpr = gl.BlockedLayout([D // 32], [32], [WARPS], [0])
     tiles = gl.cdiv(M, BLOCK_M) * (3 * HEADS)
     o_row = gl.arange(0, BLOCK_M, layout=ROWS)
     o_column = dealt(gl.arange(0, D, layout=COLUMNS))
@@ -289,6 +290,7 @@ def multiplying_warps(
                 store_quarter(b_3, b_rstd, s_norm.slice(96, 32), s_outs.index(1), out_desc, i_proj, i_row, i_column + 96)
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
         # Products reach 2^40. Times their column's scale they must not leave fp32's range where, times the row's too, they do not.
+        # That holds unless rows of x beyond 2^116 meet a head whose weights are 2^120 apart, or weights of one head are 2^220 apart.
         huge = gl.max(b_w_unscale, axis=0) > 2.0**87
         s_unscale.store(gl.where(huge, b_w_unscale * 2.0**-26, b_w_unscale))
         b_unscale = gl.where(huge, gl.minimum(b_next_unscale * 2.0**26, 3.4e38), b_next_unscale)
@@ -358,6 +360,7 @@ def persistent_kernel(
     A program takes every num_programs-th tile; 24 neighbours share rows of x. counter: see casting_warp.
     """
     gl.static_assert(BLOCK_M == 16 * WARPS and K // BLOCK_K == 16 and D == 4 * STORED)
+    gl.static_assert(STAGES >= 4 and gl.num_warps() == WARPS)  # as_output takes four; the layouts are for these warps
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     s_w = gl.allocate_shared_memory(gl.float16, [STAGES, D, BLOCK_K], x_desc.layout)
     s_outs = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M, STORED], out_desc.layout)
@@ -370,7 +373,7 @@ def persistent_kernel(
         mbarrier.init(full.index(i_slot), count=1)
         mbarrier.init(empty.index(i_slot), count=1)
     fence_async_shared()
-    gdc_wait()  # all of the above ran beside the first launch; what follows reads what it wrote
+    gdc_wait()  # all of the above may run while the first launch ends elsewhere; what follows reads what it wrote
     buffers = (s_x, s_w, full, empty)
     gl.warp_specialize([
         (multiplying_warps, (out_desc, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, s_outs, M, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
