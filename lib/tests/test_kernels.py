@@ -74,6 +74,22 @@ def test_any_two_scales(impl, states, weights, device):
 
 
 @stages
+@pytest.mark.parametrize("states, weights", [(1.0, 1e12), (1e-8, 1e24)])
+def test_a_head_of_large_and_small_rows(impl, states, weights, device):
+    """Each column is as right as if it were alone: its row's scale is its own. The norm mixes the columns of a head, value_states does not."""
+    inputs = qkvlab.make_inputs(1, 6, device=device, seed=4)
+    inputs.hidden_states.mul_(states)
+    for weight in inputs[1:4]:
+        weight[::2] *= weights
+        weight[1::2] /= weights
+    outputs, expected = run(impl, inputs), oracle(*inputs)
+    assert all(relative(out, want) < verification.RELATIVE_ERROR for out, want in zip(outputs, expected))
+    for columns in (slice(0, None, 2), slice(1, None, 2)):
+        out, want = outputs.value_states[..., columns], expected.value_states[..., columns]
+        assert relative(out, want) < verification.RELATIVE_ERROR
+
+
+@stages
 def test_products_that_are_all_zero_stay_zero(impl, small):
     small.hidden_states.zero_()[..., 5] = 1e38
     small.v_proj_weight.zero_()[:, 6] = 1e38
