@@ -35,8 +35,8 @@ tune: $(READY)  ## search launch configurations on this GPU, correctness first: 
 profile: $(READY)  ## Nsight Compute on one stage and case: make profile STAGE=fused CASE=0
 	$(RUN) -m qkvlab profile $(or $(STAGE),fused) $(or $(CASE),0)
 
-sanitize: $(READY)  ## compute-sanitizer's memcheck and racecheck on every stage: writes data/sanitizer/<gpu>/
-	$(RUN) -m qkvlab sanitize
+sanitize: $(READY)  ## compute-sanitizer's memcheck and racecheck on one stage, or on all: make sanitize STAGE=fused
+	$(RUN) -m qkvlab sanitize $(STAGE)
 
 submission: $(READY)  ## a SOL-ExecBench solution.json of a stage: make submission STAGE=fused STYLE=return
 	$(RUN) -m qkvlab submit $(or $(STAGE),auto) --style $(or $(STYLE),return)

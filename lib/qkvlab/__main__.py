@@ -153,12 +153,10 @@ def judge(options):
         ours = timing.bench(stage)
         found["lab_us"] = found.uuid.map(ours.set_index("uuid").median_us)
         judged.append(found.assign(evaluator=submission.EVALUATOR, date=ours.date.iloc[0], **hardware.state()))
-        rows = pd.concat(judged)[list(submission.JUDGE_COLUMNS)]
-        path = records.path("judge", rows.gpu.iloc[0], rows.date.iloc[0])
-        if path.exists():  # stages judged earlier on the same day stay
-            earlier = records.tables.read(path, submission.JUDGE_COLUMNS)
-            rows = pd.concat([earlier[~earlier.impl.isin(rows.impl)], rows])
-        records.save(rows, "judge")
+        path = records.add(judged[-1], "judge", submission.JUDGE_COLUMNS)
+    if not judged:
+        return 1
+    rows = pd.concat(judged)
     passed = (rows.status == "PASSED").groupby(rows.impl, sort=False).sum()
     ratio = (rows.lab_us / rows.judge_us).groupby(rows.impl, sort=False).median()
     print(f"written to {submission.tables.shown(path)}")
@@ -181,16 +179,16 @@ def profile(options):
 
 
 def sanitize(options):
-    """compute-sanitizer's memcheck and racecheck on every stage at two odd shapes, recorded in data/sanitizer."""
+    """compute-sanitizer's memcheck and racecheck on stages at two odd shapes, recorded in data/sanitizer."""
     from . import records, tables, tools
 
     try:
-        rows = tools.sanitize()
-    except tools.problem.UnsupportedError as reason:
+        rows = tools.sanitize(options.stages or None)
+    except (tools.problem.UnsupportedError, ValueError) as reason:
         print(reason)
         return 1
     print(rows[["impl", "tool", "batch_size", "seq_len", "said"]].to_string(index=False))
-    print(f"written to {tables.shown(records.save(rows, 'sanitizer'))}")
+    print(f"written to {tables.shown(records.add(rows, 'sanitizer', tools.SANITIZER_COLUMNS))}")
     return int((rows.errors != 0).fillna(True).any())
 
 
@@ -202,7 +200,7 @@ def main():
         entry.set_defaults(command=command)
         if command is aot:
             entry.add_argument("--arch", default="sm_100", choices=ARCHITECTURES)
-        if command is judge:
+        if command in (judge, sanitize):
             entry.add_argument("stages", nargs="*", help="stages by name; all of them, if none is named")
         if command is submit:
             entry.add_argument("stage")

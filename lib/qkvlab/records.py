@@ -2,6 +2,8 @@
 
 from functools import cache
 
+import pandas as pd
+
 from . import hardware, sol, tables
 
 RUN_COLUMNS = {
@@ -73,6 +75,15 @@ def save(rows, kind="runs"):
     columns = list(RUN_COLUMNS) if kind == "runs" else list(rows)
     rows[columns].to_csv(file, index=False, float_format="%.6g" if kind == "errors" else "%.3f")
     return file
+
+
+def add(rows, kind, columns):
+    """As save, but what a table of that day says of other stages stays; columns: the kind's, {name: type}."""
+    file = path(kind, rows.gpu.iloc[0], rows.date.iloc[0])
+    if file.exists():
+        earlier = tables.read(file, columns)
+        rows = pd.concat([earlier[~earlier.impl.isin(rows.impl)], rows])
+    return save(rows[list(columns)], kind)
 
 
 def against_sol(rows):

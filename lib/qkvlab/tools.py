@@ -57,13 +57,17 @@ def profile(stage, case):
     return subprocess.run(["ncu", *options, sys.executable, "-c", source]).returncode
 
 
-def sanitize(shapes=ODD_SHAPES):
-    """Every stage that runs here under each of SANITIZERS, at shapes that no tile divides: the rows of data/sanitizer.
+def sanitize(stages=None, shapes=ODD_SHAPES):
+    """Stages by name, or every one that runs here, under each of SANITIZERS, at shapes that no tile divides: the rows of data/sanitizer.
 
-    errors: what the tool counted, warnings too, NA where it gave no summary; said: that summary, and the first two findings. Raises UnsupportedError without a GPU or compute-sanitizer.
+    errors: what the tool counted, warnings too, NA where it gave no summary; said: that summary, and the first two findings. Raises UnsupportedError without a GPU or compute-sanitizer,
+    ValueError for a stage that does not run here.
     """
     _require("compute-sanitizer", "sanitizing")
-    stages = [stage.name for stage in api.IMPLEMENTATIONS.values() if not stage.unsupported("cuda")]
+    running = [stage.name for stage in api.IMPLEMENTATIONS.values() if not stage.unsupported("cuda")]
+    stages = stages or running
+    if not set(stages) <= set(running):
+        raise ValueError(f"a stage is one of {', '.join(running)}; got {', '.join(stages)}")
 
     def run(work):
         stage, tool, (batch_size, seq_len) = work

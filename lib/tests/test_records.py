@@ -1,8 +1,9 @@
 """What is on record can be believed: the run is whole, rows that cannot be compared are not, and doubts are flagged."""
 
+import pandas as pd
 import pytest
 
-from qkvlab import IMPLEMENTATIONS, api, plots, records, suite, timing, tuned
+from qkvlab import IMPLEMENTATIONS, api, plots, records, suite, tables, timing, tuned
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,18 @@ def test_exact_is_as_exact_as_fp32():
 def test_what_is_recorded_of_the_host_reads():
     host = records.recorded("host", records.HOST_COLUMNS)
     assert {*IMPLEMENTATIONS, "auto"} <= set(host.impl) and (host.host_us > 0).all()
+
+
+def test_what_is_added_leaves_other_stages_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "DATA", tmp_path)
+    columns = {"gpu": str, "impl": str, "us": float, "date": str}
+
+    def rows(**us):
+        return pd.DataFrame([("H200", impl, value, "2026-11-30") for impl, value in us.items()], columns=list(columns))
+
+    records.add(rows(fused=1.0, tma=2.0), "judge", columns)
+    path = records.add(rows(tma=3.0, pair=4.0), "judge", columns)
+    assert tables.read(path, columns).set_index("impl").us.to_dict() == {"fused": 1.0, "tma": 3.0, "pair": 4.0}
 
 
 def test_doubts_are_flagged(run):

@@ -1,5 +1,6 @@
 """What is handed to the judge, called as the judge calls it: in a process that knows nothing of the lab."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -7,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from qkvlab import IMPLEMENTATIONS, UnsupportedError, __main__, hardware, problem, submission, suite
+from qkvlab import IMPLEMENTATIONS, UnsupportedError, __main__, api, hardware, problem, submission, suite
 
 # The caller is a judge in small: it blocks the lab from being imported, moves every address by 256 bytes from call to
 # call, and looks for what an honest solution can trip over.
@@ -117,6 +119,18 @@ def test_without_the_evaluator_the_judge_says_how_to_get_it(monkeypatch, tmp_pat
 def test_without_a_gpu_the_judge_says_so(stage, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["qkvlab", "judge", stage])
     assert __main__.main() == 1 and "judging needs an NVIDIA GPU" in capsys.readouterr().out
+
+
+def test_a_stage_that_does_not_run_here_is_not_judged(capsys, monkeypatch):
+    def lacking(device):
+        raise UnsupportedError("no such instruction")
+
+    there = dataclasses.replace(IMPLEMENTATIONS["persistent"], needs=lacking)
+    monkeypatch.setattr(hardware, "device", lambda: "cuda")
+    monkeypatch.setattr(api, "contenders", lambda: [there])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["qkvlab", "judge", "persistent"])
+    assert __main__.main() == 1 and "persistent does not run here: no such instruction" in capsys.readouterr().out
 
 
 def test_traces_are_read_back(tmp_path):

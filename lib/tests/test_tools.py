@@ -28,7 +28,7 @@ def gpu(monkeypatch):
 )
 def test_a_summary_is_read(gpu, monkeypatch, output, errors):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, output, ""))
-    rows = tools.sanitize([(1, 131)])
+    rows = tools.sanitize(shapes=[(1, 131)])
     assert rows.tool.tolist() == tools.SANITIZERS and list(rows) == list(tools.SANITIZER_COLUMNS)
     assert rows.errors.isna().all() if errors is None else (rows.errors == errors).all()
     assert all(set(said.split("; ")) == set(output.replace("========= ", "").splitlines()) for said in rows.said)
@@ -39,8 +39,13 @@ def test_a_sanitizer_that_does_not_end_is_no_pass(gpu, monkeypatch):
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", endless)
-    rows = tools.sanitize([(1, 131)])
+    rows = tools.sanitize(["fused"], [(1, 131)])
     assert rows.errors.isna().all() and (rows.said == f"no end within {tools.TIMEOUT} s").all()
+
+
+def test_a_stage_that_is_not_there_is_named(gpu):
+    with pytest.raises(ValueError, match="one of fused; got fussed"):
+        tools.sanitize(["fussed"])
 
 
 def test_ncu_is_called_with_the_case(gpu, monkeypatch):
