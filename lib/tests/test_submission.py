@@ -77,6 +77,8 @@ def test_the_solution_says_what_it_is():
         "languages": ["triton"], "target_hardware": ["B200", "LOCAL"], "entry_point": "main.py::run",
         "dependencies": ["torch", "triton"], "destination_passing_style": False,
     }  # fmt: skip
+    hopper = submission.solution("persistent", destination_passing=False)
+    assert hopper["spec"]["target_hardware"] == ["LOCAL"]
     paths = [source["path"] for source in found["sources"]]
     assert (
         "main.py" in paths
