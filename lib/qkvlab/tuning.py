@@ -24,8 +24,17 @@ from .kernels import launch, pair, persistent, tile, tma
 
 ROUNDS = 20
 TIE = 0.03  # of the fastest's time: as near as two stages are told apart in one run
-# Up to 640 the largest M of each tile of tma.LADDER on 132 multiprocessors, then where two CTAs each end, and the suite's.
-SHAPES = [(1, 80), (1, 160), (1, 320), (1, 640), (4, 256), (1, 1408), (2, 1024), (4, 541), (8, 512), (8, 773), (16, 512)]
+LARGE = [(4, 256), (2, 1024), (4, 541), (8, 512), (8, 773), (16, 512)]  # the suite's larger cases
+
+
+def shapes(device):
+    """[(batch_size, seq_len)] in the order of M: where tma's choices end on this device, and LARGE.
+
+    They end at the largest M of which all tiles run at once, for each tile of tma.LADDER and for two CTAs a multiprocessor.
+    """
+    count, heads = launch.sm_count(device), 3 * problem.NUM_HEADS
+    ends = [count // heads * config.BLOCK_M for config in tma.LADDER] + [2 * count // heads * tma.TWO_A_MULTIPROCESSOR.BLOCK_M]
+    return sorted([*((1, M) for M in ends), *LARGE], key=lambda shape: shape[0] * shape[1])
 
 
 def candidates(M, device):
@@ -77,13 +86,13 @@ def ranked(admitted):
     return [second, first] if fewer and tied else admitted
 
 
-def tune(shapes=SHAPES):
+def tune():
     """Search on this GPU; returns the table that data/tuned/<gpu>.json holds (see data/README.md)."""
     if hardware.device() != "cuda":
         raise problem.UnsupportedError("tuning needs an NVIDIA GPU")
     device = torch.device("cuda", torch.cuda.current_device())
     classes, rejected = [], []
-    for shape in tqdm(shapes, desc="tune", leave=False):
+    for shape in tqdm(shapes(device), desc="tune", leave=False):
         M = shape[0] * shape[1]
         proposed = candidates(M, device)
         runs = [partial(api.IMPLEMENTATIONS[stage].function, config=config) for stage, config in proposed]

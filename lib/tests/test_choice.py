@@ -92,9 +92,19 @@ def test_of_two_that_tie_the_one_of_fewer_launches_wins():
     assert tuning.ranked(apart) == apart and tuning.ranked(apart[:1]) == apart[:1]
 
 
+def test_shapes_to_tune_follow_the_multiprocessors(monkeypatch):
+    sizes = {}
+    for count in (132, 148):
+        monkeypatch.setattr(tuning.launch, "sm_count", lambda device: count)
+        sizes[count] = [batch_size * seq_len for batch_size, seq_len in tuning.shapes(CUDA)]
+    assert sizes[132] == [80, 160, 320, 640, 1024, 1408, 2048, 2164, 4096, 6184, 8192]
+    assert sizes[148] == [96, 192, 384, 768, 1024, 1536, 2048, 2164, 4096, 6184, 8192]
+
+
 def test_every_candidate_is_a_stage_with_a_configuration():
-    for batch_size, seq_len in tuning.SHAPES:
-        found = tuning.candidates(batch_size * seq_len, CUDA if torch.cuda.is_available() else torch.device("cpu"))
+    device = CUDA if torch.cuda.is_available() else torch.device("cpu")
+    for batch_size, seq_len in tuning.shapes(device):
+        found = tuning.candidates(batch_size * seq_len, device)
         assert len(set(found)) == len(found) > 2 and all(
             stage in IMPLEMENTATIONS and isinstance(config, Config) for stage, config in found
         )
