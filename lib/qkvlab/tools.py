@@ -60,8 +60,8 @@ def profile(stage, case):
 def sanitize(stages=None, shapes=ODD_SHAPES):
     """Stages by name, or every one that runs here, under each of SANITIZERS, at shapes that no tile divides: the rows of data/sanitizer.
 
-    errors: what the tool counted, warnings too, NA where it gave no summary; said: that summary, and the first two findings. Raises UnsupportedError without a GPU or compute-sanitizer,
-    ValueError for a stage that does not run here.
+    errors: what the tool counted, warnings too, NA where it gave no summary; said: that summary, and the first two findings.
+    Raises UnsupportedError without a GPU or compute-sanitizer, ValueError for a stage that does not run here.
     """
     _require("compute-sanitizer", "sanitizing")
     running = [stage.name for stage in api.IMPLEMENTATIONS.values() if not stage.unsupported("cuda")]

@@ -24,21 +24,20 @@ from .kernels import launch, pair, persistent, tile, tma
 
 ROUNDS = 20
 TIE = 0.03  # of the fastest's time: as near as two stages are told apart in one run
-LARGE = [(4, 256), (2, 1024), (4, 541), (8, 512), (8, 773), (16, 512)]  # the suite's larger cases
 
 
 def shapes(device):
-    """[(batch_size, seq_len)] in the order of M: where tma's choices end on this device, and LARGE.
+    """[(1, M)]: where tma's choices end on this device, and the suite's M from 1024 on.
 
     They end at the largest M of which all tiles run at once, for each tile of tma.LADDER and for two CTAs a multiprocessor.
     """
     count, heads = launch.sm_count(device), 3 * problem.NUM_HEADS
     ends = [count // heads * config.BLOCK_M for config in tma.LADDER] + [2 * count // heads * tma.TWO_A_MULTIPROCESSOR.BLOCK_M]
-    return sorted([*((1, M) for M in ends), *LARGE], key=lambda shape: shape[0] * shape[1])
+    return [(1, M) for M in sorted({*ends, *(case.m for case in suite.cases() if case.m >= 1024)})]
 
 
 def candidates(M, device):
-    """[(stage, Config)] worth timing at M: of the stages that can lead: their own heuristics, and for tma and pair what lies around."""
+    """[(stage, Config)] worth timing at M: of each stage that can lead its heuristic, of tma and pair what lies around it too."""
     found = [("fused", tile.heuristic(M, device)), ("pair", pair.heuristic(M, device))]
     found += [("tma", config) for config in (*tma.LADDER, tma.TWO_A_MULTIPROCESSOR) if M <= 64 * config.BLOCK_M]
     found += [

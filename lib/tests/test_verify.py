@@ -119,7 +119,7 @@ def norm_weights_without_sign(*inputs):
 MUTANTS = {
     results_overwritten: "a later call wrote into the result of this one",
     weights_kept_from_the_first_call: "a call with other inputs",
-    eps_ignored: "a call with other inputs",
+    eps_ignored: "a call with other inputs, .* is wrong, worst at",
     eps_outside_the_root: "a call with other inputs",
     nan_where_rows_are_small: "a call with other inputs",
     norm_weights_without_sign: "query_states",
