@@ -47,12 +47,40 @@ def test_calls_in_flight_on_two_streams_share_nothing(impl):
 
 
 @stages
+def test_calls_queued_behind_each_other_keep_their_own_arguments(impl):
+    several = [make_inputs(2, seq_len, device="cuda", seed=seq_len) for seq_len in (5, 411, 64)]
+    wanted = [qkvlab.qkv_rmsnorm(*inputs, impl=impl) for inputs in several]
+    busy = torch.empty(2**30, device="cuda")
+    for _ in range(3):
+        busy.zero_()  # none of the calls runs before all are queued
+        found = [qkvlab.qkv_rmsnorm(*inputs, impl=impl) for inputs in several]
+        assert all(same(*pair) for pair in zip(found, wanted))
+
+
+@stages
 def test_a_first_call_in_a_new_thread(impl):
     inputs, found = make_inputs(*SHAPE, device="cuda"), []
     thread = threading.Thread(target=lambda: found.append(qkvlab.qkv_rmsnorm(*inputs, impl=impl)))
     thread.start()
     thread.join()
     assert same(found[0], qkvlab.qkv_rmsnorm(*inputs, impl=impl))
+
+
+@pytest.mark.parametrize("impl", ["pair", "exact", "persistent"])
+def test_two_threads_on_one_stream(impl):
+    several = [make_inputs(*SHAPE, device="cuda", seed=seed) for seed in (1, 2)]
+    wanted = [qkvlab.qkv_rmsnorm(*inputs, impl=impl) for inputs in several]
+    found = [[], []]
+
+    def calls(inputs, outs):
+        outs += [qkvlab.qkv_rmsnorm(*inputs, impl=impl) for _ in range(50)]
+
+    threads = [threading.Thread(target=calls, args=pair) for pair in zip(several, found)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(outs) == 50 and all(same(out, want) for out in outs) for outs, want in zip(found, wanted))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

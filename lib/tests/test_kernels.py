@@ -90,6 +90,17 @@ def test_a_head_of_large_and_small_rows(impl, states, weights, device):
 
 
 @stages
+def test_columns_beyond_fp32_leave_their_neighbours_alone(impl, device):
+    inputs = qkvlab.make_inputs(1, 6, device=device, seed=4)
+    inputs.hidden_states[:, ::2] *= 1e36
+    inputs.v_proj_weight[::2] *= 1e31
+    inputs.v_proj_weight[1::2] /= 1e31
+    value, expected = run(impl, inputs).value_states, oracle(*inputs).value_states
+    assert relative(value[:, 1::2], expected[:, 1::2]) < verification.RELATIVE_ERROR
+    assert relative(value[:, ::2, :, 1::2], expected[:, ::2, :, 1::2]) < verification.RELATIVE_ERROR
+
+
+@stages
 def test_products_that_are_all_zero_stay_zero(impl, small):
     small.hidden_states.zero_()[..., 5] = 1e38
     small.v_proj_weight.zero_()[:, 6] = 1e38

@@ -4,6 +4,9 @@ Triton's JIT dispatch binds and specialises the arguments of every call anew: 15
 launch (2026-11-30, Triton 3.6.0). A kernel that was compiled once can be launched as it is. That is only right where no
 argument is specialised by value: pointers are multiples of 16 bytes (problem.check_arguments), and every size is in the
 kernel's do_not_specialize.
+
+Even so, the host takes some 6 µs from one launch to the next, and a short first kernel has ended by then. So launches
+that follow each other are queued together, as a CUDA graph (launch_together).
 """
 
 import threading
@@ -18,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..problem import UnsupportedError
 
 _compiled = {}
+_graphs = {}
 recorder = None  # while qkvlab.aot plans launches, called in their place; it has the target's `capability`
 _RUNS_ON = "cpu" if triton.knobs.runtime.interpret else "cuda"  # decided when the kernels are defined
 _TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 of the CUDA driver API
@@ -45,11 +49,66 @@ def launch(kernel, grid, *args, **meta):
     prepare(kernel, grid, *args, **meta)()
 
 
-def prepare(kernel, grid, *args, **meta):
+def launch_together(device, *plans):
+    """Queue several launches on a device's current stream, by one call to the driver: the host cannot come late with the second.
+
+    plans: partial(prepare, kernel, grid, *args, **meta) each. They are captured as a CUDA graph. What a stream keeps from
+    call to call is the executable graph, to which the new one's kernels and arguments are given before it is launched.
+    Where the stream itself is being captured, or there is none, they are queued one after the other.
+    """
+    if device.type == "cuda" and not recorder and hasattr(triton.runtime.driver.active.utils, "launch"):
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return launch_together(device, *plans)
+        if not torch.cuda.is_current_stream_capturing():
+            _bind_context(device.index)
+            key = (device.index, torch.cuda.current_stream(device).cuda_stream, *(plan.args[0] for plan in plans))
+            graph = _graphs.get(key) or _graphs.setdefault(key, _Graph())
+            return graph.launch(key[1], plans)
+    for queue in [plan() for plan in plans]:
+        queue()
+
+
+class _Graph:
+    """Launches of the same kernels on the same stream: the executable graph, and the stream on which the next is captured."""
+
+    def __init__(self):
+        from cuda.bindings import driver  # comes with PyTorch for CUDA
+
+        self.driver, self.executable, self.lock = driver, None, threading.Lock()
+        # Of its own, so that nothing else is captured; torch's streams are shared.
+        self.apart = self.ask(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+    def ask(self, function, *args):
+        error, *answer = function(*args)
+        if error:
+            raise RuntimeError(f"{function.__name__}: {error.name}")
+        return answer[0] if answer else None
+
+    def launch(self, stream, plans):
+        driver, ask = self.driver, self.ask
+        with self.lock:
+            queues = [plan(stream=int(self.apart)) for plan in plans]
+            ask(driver.cuStreamBeginCapture, self.apart, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            try:
+                for queue in queues:
+                    queue()
+            finally:
+                graph = ask(driver.cuStreamEndCapture, self.apart)
+            try:
+                if self.executable and driver.cuGraphExecUpdate(self.executable, graph)[0]:
+                    ask(driver.cuGraphExecDestroy, self.executable)
+                    self.executable = None
+                self.executable = self.executable or ask(driver.cuGraphInstantiate, graph, 0)
+            finally:
+                ask(driver.cuGraphDestroy, graph)
+            ask(driver.cuGraphLaunch, self.executable, stream)
+
+
+def prepare(kernel, grid, *args, stream=None, **meta):
     """As launch, up to the launch itself: a function without arguments that queues it.
 
-    A call of several launches prepares them all before it queues the first, so that nothing but queueing lies between.
-    The stream is the one that is current now, and the arguments' tensors must live until it is queued.
+    stream: a handle; without it, the stream that is current now. The arguments' tensors must live until it is queued.
     """
     if recorder:
         _refuse_specialised(kernel, args)
@@ -62,7 +121,7 @@ def prepare(kernel, grid, *args, **meta):
         return partial(kernel[grid], *args, **meta)
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return partial(_on_its_device, device, prepare(kernel, grid, *args, **meta))
+            return partial(_on_its_device, device, prepare(kernel, grid, *args, stream=stream, **meta))
     key = (kernel.fn, device.index, *meta.items())
     found = _compiled.get(key)
     if found is None:
@@ -88,9 +147,8 @@ def prepare(kernel, grid, *args, **meta):
             expanded += make_tensordesc_arg(arg, next(tensor_maps, None))
         else:
             expanded.append(arg)
-    stream = driver.get_current_stream(device.index)
     return partial(
-        driver.utils.launch, *grid, stream, compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl,
+        driver.utils.launch, *grid, stream or driver.get_current_stream(device.index), compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl,
         compiled.packed_metadata, None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature,
         (*expanded, *constexprs),
     )  # fmt: skip

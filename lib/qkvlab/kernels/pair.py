@@ -11,12 +11,14 @@ loop, where every tile of hidden_states is converted 24 times. The GEMM loads by
 between the launches and the second came late (data/trials: 75 µs at M = 2048); launch.prepare would allow maps now.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, WEIGHT_ROWS, operation
-from .launch import Config, capability, meta, prepare
+from .launch import Config, capability, launch_together, meta, prepare
 from .tile import rms_norm, store_tile
 
 
@@ -138,15 +140,14 @@ def cast_and_multiply(inputs, out, config, *, low):
     cast_rows = 256 if states.device.type == "cpu" else 4  # the interpreter's time goes with the number of programs
     # Programmatic dependent launch: the second grid is set up while the first runs, and waits for it inside.
     pdl = (capability(states.device) or (0, 0)) >= (9, 0)
-    first = prepare(
-        cast_kernel, (triton.cdiv(WEIGHT_ROWS + M, cast_rows),),
+    first = partial(
+        prepare, cast_kernel, (triton.cdiv(WEIGHT_ROWS + M, cast_rows),),
         *inputs[:4], cast, unscale, M,
         K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=cast_rows, LOW=low, PDL=pdl,
     )  # fmt: skip
-    second = prepare(
-        gemm_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
+    second = partial(
+        prepare, gemm_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
         cast, unscale, *inputs[4:6], *out, M, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, LOW=low, PDL=pdl, **meta(config), launch_pdl=pdl,
     )  # fmt: skip
-    first()
-    second()
+    launch_together(states.device, first, second)

@@ -5,6 +5,7 @@ launch, queued behind it by programmatic dependent launch, keeps one CTA on ever
 one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, three cast the other rows of hidden_states before
 their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps normalise and store the
 other in eight pieces, one every second step of K, so that stores leave over half of a tile's time and not in a burst.
+They leave from registers, 16 bytes a thread: a tensor map deals the columns so that a thread has neighbours.
 
 No CTA waits for one that may not be running: rows to cast are taken from a queue by whoever is there. The queue's
 counters and the cast rows belong to the call.
@@ -13,7 +14,7 @@ Ledger: 2 launches; the FLOPs at fp16's rate; fp32 inputs once, outputs once; 6.
 and read again from the L2, where a tile of 128 x 128 takes in 512 KiB. What that brings is in notebook 06.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from triton.experimental import gluon
@@ -30,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, WEIGHT_ROWS, operation
-from .launch import Config, needs_wgmma, prepare, sm_count
+from .launch import Config, launch_together, needs_wgmma, prepare, sm_count
 
 WARPS = gl.constexpr(8)  # that multiply: two warpgroups
 CASTING_ROWS = gl.constexpr(2)  # that a casting warp takes at a time: a row is 32 registers
@@ -38,11 +39,11 @@ STORED = gl.constexpr(32)  # columns that are stored at a time, a quarter of a h
 
 
 def heuristic(M, device):
-    """M, torch.device -> Config of a tile of 128 tokens by one head. 6 buffers of 32 KiB fill the shared memory, beside 32 KiB for outputs.
+    """M, torch.device -> Config of a tile of 128 tokens by one head. 7 buffers of 32 KiB fill the shared memory.
 
     H200, 2026-11-30, Triton 3.7.1, GEMM alone at M = 8192, an earlier form: 5 buffers take 88.7 µs where 6 take 85.5 (data/trials).
     """
-    return Config(BLOCK_M=128, BLOCK_K=64, num_warps=WARPS.value, num_stages=6)
+    return Config(BLOCK_M=128, BLOCK_K=64, num_warps=WARPS.value, num_stages=7)
 
 
 # --- casting ---------------------------------------------------------------------------------------------------------
@@ -175,12 +176,12 @@ def halves(b):
 
 @gluon.jit
 def dealt(o):
-    """The column of a head that stands in place o of a tile: of each eight, 0 4 1 5 2 6 3 7.
+    """The column of a head that stands in place o of a tile.
 
-    wgmma leaves places 2i and 2i + 1 to one thread, i = 0...3. So dealt, four threads hold 16 bytes in a row, and a store of
-    eight rows meets every bank once (stmatrix). In their own order the columns of two rows would meet in each.
+    Of each eight places wgmma leaves two neighbours to a thread. So dealt, a thread's two and two of sixteen are columns
+    that follow each other, 16 bytes of fp32, and four threads have 64 bytes of a row.
     """
-    return o // 8 * 8 + o % 2 * 4 + o // 2 % 4
+    return o // 16 * 16 + o // 2 % 4 * 4 + o // 8 % 2 * 2 + o % 2
 
 
 @gluon.jit
@@ -190,10 +191,11 @@ def times_columns(b, s_columns):
 
 
 @gluon.jit
-def inverse_rms(b_squares, i_proj, eps, D: gl.constexpr):
-    """1 / root mean square of rows from their sums of squares; 1 for value_states, which are not normalised."""
-    b_rstd = gl.inline_asm_elementwise("rsqrt.approx.f32 $0, $1;", "=f,f", [b_squares / D + eps], gl.float32, True, 1)
-    return gl.where(i_proj < 2, b_rstd, 1.0)
+def row_factor(b_squares, carry, i_proj, eps, D: gl.constexpr):
+    """carry / root mean square of rows that are carry times those whose sums of squares these are; carry for value_states."""
+    b_mean = b_squares / D * carry * carry + eps
+    b_rstd = gl.inline_asm_elementwise("rsqrt.approx.f32 $0, $1;", "=f,f", [b_mean], gl.float32, True, 1)
+    return carry * gl.where(i_proj < 2, b_rstd, 1.0)
 
 
 @gluon.jit
@@ -206,12 +208,19 @@ def norm_of(q_norm_weight, k_norm_weight, i_proj, o_column):
 
 
 @gluon.jit
-def store_quarter(b, b_rstd, s_norm, s_out, out_desc, i_proj, i_row, i_column):
-    """Normalise and store BLOCK_M rows by STORED columns, through s_out. Rows beyond the last are clipped."""
-    b_out = times_columns(b * b_rstd[:, None], s_norm).reshape([b.shape[0], STORED // 8, 4, 2])
-    s_out.store(b_out.permute((0, 1, 3, 2)).reshape([1, b.shape[0], STORED]))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [i_proj, i_row, i_column], s_out)
+def store_quarter(b, b_rstd, s_norm, out, i_head, i_row, M, step, i_column: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr):
+    """Normalise and store BLOCK_M rows by STORED columns, from column i_column of a head. Nothing moves between threads."""
+    IN_ORDER: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [16 * WARPS, STORED]
+    )  # fmt: skip
+    b_out = times_columns(b * b_rstd[:, None], s_norm).reshape([b.shape[0], STORED // 16, 2, 4, 2])
+    b_out = b_out.permute((0, 1, 3, 2, 4)).reshape([b.shape[0], STORED])
+    b_out = gl.convert_layout(b_out, IN_ORDER, assert_trivial=True)
+    o_row = i_row + gl.arange(0, b.shape[0], layout=gl.SliceLayout(1, IN_ORDER))
+    o_column = i_head % HEADS * D + i_column + gl.arange(0, STORED, layout=gl.SliceLayout(0, IN_ORDER))
+    p_out = out + (i_head // HEADS).to(gl.int64) * (step.to(gl.int64) * 4)
+    p_out += o_row.to(gl.int64)[:, None] * (HEADS * D) + o_column[None, :]
+    gl.store(p_out, b_out, mask=(o_row < M)[:, None])
 
 
 @gluon.jit
@@ -234,8 +243,8 @@ def free_before(b_acc, i_before, i_slot, phase, buffers, STAGES: gl.constexpr):
 
 @gluon.jit
 def multiplying_warps(
-    out_desc, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, s_outs,
-    M, eps,
+    out, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm,
+    M, step, eps,
     K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -247,7 +256,7 @@ def multiplying_warps(
     o_row = gl.arange(0, BLOCK_M, layout=ROWS)
     o_column = dealt(gl.arange(0, D, layout=COLUMNS))
     # Before the first tile comes one beyond the last row, of which nothing is stored.
-    i_row, i_proj, i_column = M, gl.to_tensor(0), gl.to_tensor(0)
+    i_done_row, i_done_head, carry = M, gl.to_tensor(0), gl.to_tensor(1.0)
     b_unscale = gl.zeros([BLOCK_M], gl.float32, ROWS)
     s_unscale.store(gl.zeros([D], gl.float32, COLUMNS))
     s_norm.store(gl.zeros([D], gl.float32, COLUMNS))
@@ -255,10 +264,10 @@ def multiplying_warps(
     b_0, b_1, b_2, b_3 = quarters(b_done)
     i_before, i_slot, phase = gl.to_tensor(-1), gl.to_tensor(0), gl.to_tensor(0)
     for i_tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        i_next_row = i_tile // (3 * HEADS) * BLOCK_M
+        i_row = i_tile // (3 * HEADS) * BLOCK_M
         i_head = i_tile % (3 * HEADS)
         # This tile's scales are on their way while it is multiplied.
-        b_next_unscale = gl.load(unscale + 3 * HEADS * D + i_next_row + o_row, mask=i_next_row + o_row < M, other=0.0)
+        b_row_unscale = gl.load(unscale + 3 * HEADS * D + i_row + o_row, mask=i_row + o_row < M, other=0.0)
         b_w_unscale = gl.load(unscale + i_head * D + o_column)
         b_norm = norm_of(q_norm_weight, k_norm_weight, i_head // HEADS, o_column)
         b_acc = warpgroup_mma_init(b_done)
@@ -277,45 +286,34 @@ def multiplying_warps(
                 b_squares += gl.sum(b_2 * b_2, axis=1)
             if i_piece == 3:
                 b_3 = times_columns(b_3, s_unscale.slice(96, 32)) * b_unscale[:, None]
-                b_rstd = inverse_rms(b_squares + gl.sum(b_3 * b_3, axis=1), i_proj, eps, D)
-            if i_piece >= 4:
-                tma.store_wait(1)  # the store before last has left the buffer, which is this one's too
+                b_rstd = row_factor(b_squares + gl.sum(b_3 * b_3, axis=1), carry, i_done_head // HEADS, eps, D)
             if i_piece == 4:
-                store_quarter(b_0, b_rstd, s_norm.slice(0, 32), s_outs.index(0), out_desc, i_proj, i_row, i_column)
+                store_quarter(b_0, b_rstd, s_norm.slice(0, 32), out, i_done_head, i_done_row, M, step, 0, HEADS, D)
             if i_piece == 5:
-                store_quarter(b_1, b_rstd, s_norm.slice(32, 32), s_outs.index(1), out_desc, i_proj, i_row, i_column + 32)
+                store_quarter(b_1, b_rstd, s_norm.slice(32, 32), out, i_done_head, i_done_row, M, step, 32, HEADS, D)
             if i_piece == 6:
-                store_quarter(b_2, b_rstd, s_norm.slice(64, 32), s_outs.index(0), out_desc, i_proj, i_row, i_column + 64)
+                store_quarter(b_2, b_rstd, s_norm.slice(64, 32), out, i_done_head, i_done_row, M, step, 64, HEADS, D)
             if i_piece == 7:
-                store_quarter(b_3, b_rstd, s_norm.slice(96, 32), s_outs.index(1), out_desc, i_proj, i_row, i_column + 96)
+                store_quarter(b_3, b_rstd, s_norm.slice(96, 32), out, i_done_head, i_done_row, M, step, 96, HEADS, D)
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
-        # Products reach 2^40. Times their column's scale they must not leave fp32's range where, times the row's too, they do not.
-        # That holds unless rows of x beyond 2^116 meet a head whose weights are 2^120 apart, or weights of one head are 2^220 apart.
+        # Products reach 2^40. Where their column's scale would take them out of fp32's range they are kept 2^26 smaller until the end.
         huge = gl.max(b_w_unscale, axis=0) > 2.0**87
-        s_unscale.store(gl.where(huge, b_w_unscale * 2.0**-26, b_w_unscale))
-        b_unscale = gl.where(huge, gl.minimum(b_next_unscale * 2.0**26, 3.4e38), b_next_unscale)
+        s_unscale.store(b_w_unscale * gl.where(huge, 2.0**-26, 1.0))
+        b_unscale, carry = b_row_unscale, gl.where(huge, 2.0**26, 1.0)
         s_norm.store(b_norm)
         b_done = warpgroup_mma_wait(0, deps=[b_acc])
         b_0, b_1, b_2, b_3 = quarters(b_done)
-        i_row, i_proj, i_column = i_next_row, i_head // HEADS, i_head % HEADS * D
+        i_done_row, i_done_head = i_row, i_head
     b_0 = times_columns(b_0, s_unscale.slice(0, 32)) * b_unscale[:, None]
     b_1 = times_columns(b_1, s_unscale.slice(32, 32)) * b_unscale[:, None]
     b_2 = times_columns(b_2, s_unscale.slice(64, 32)) * b_unscale[:, None]
     b_3 = times_columns(b_3, s_unscale.slice(96, 32)) * b_unscale[:, None]
     b_squares = gl.sum(b_0 * b_0 + b_1 * b_1 + b_2 * b_2 + b_3 * b_3, axis=1)
-    b_rstd = inverse_rms(b_squares, i_proj, eps, D)
-    # Nothing is fetched any more, so that each quarter of the last tile finds a buffer free.
-    store_quarter(b_0, b_rstd, s_norm.slice(0, 32), as_output(buffers, 0, out_desc), out_desc, i_proj, i_row, i_column)
-    store_quarter(b_1, b_rstd, s_norm.slice(32, 32), as_output(buffers, 1, out_desc), out_desc, i_proj, i_row, i_column + 32)
-    store_quarter(b_2, b_rstd, s_norm.slice(64, 32), as_output(buffers, 2, out_desc), out_desc, i_proj, i_row, i_column + 64)
-    store_quarter(b_3, b_rstd, s_norm.slice(96, 32), as_output(buffers, 3, out_desc), out_desc, i_proj, i_row, i_column + 96)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def as_output(buffers, i_slot, out_desc):
-    """A buffer of BLOCK_M x BLOCK_K fp16 as one of BLOCK_M x STORED fp32."""
-    return buffers[0].index(i_slot)._reinterpret(gl.float32, [1, buffers[0].shape[1], STORED], out_desc.layout)
+    b_rstd = row_factor(b_squares, carry, i_done_head // HEADS, eps, D)
+    store_quarter(b_0, b_rstd, s_norm.slice(0, 32), out, i_done_head, i_done_row, M, step, 0, HEADS, D)
+    store_quarter(b_1, b_rstd, s_norm.slice(32, 32), out, i_done_head, i_done_row, M, step, 32, HEADS, D)
+    store_quarter(b_2, b_rstd, s_norm.slice(64, 32), out, i_done_head, i_done_row, M, step, 64, HEADS, D)
+    store_quarter(b_3, b_rstd, s_norm.slice(96, 32), out, i_done_head, i_done_row, M, step, 96, HEADS, D)
 
 
 @gluon.jit
@@ -329,9 +327,6 @@ def fetching_warp(
     s_x, s_w, full, empty = buffers
     tiles = gl.cdiv(M, BLOCK_M) * (3 * HEADS)
     i_step = 0
-    i_m = gl.program_id(0) // (3 * HEADS)
-    if i_m * BLOCK_M >= first_rows:
-        wait_for(counter + 1 + i_m, BLOCK_M)
     for i_tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         i_m, i_head = i_tile // (3 * HEADS), i_tile % (3 * HEADS)
         for k in range(STEPS):
@@ -340,7 +335,7 @@ def fetching_warp(
             mbarrier.expect(full.index(i_slot), (BLOCK_M + D) * BLOCK_K * 2)
             s_dealt = s_w.index(i_slot)._reinterpret(gl.float16, w_desc.block_shape, w_desc.layout)
             tma.async_copy_global_to_shared(x_desc, [i_m * BLOCK_M, k * BLOCK_K], full.index(i_slot), s_x.index(i_slot))
-            tma.async_copy_global_to_shared(w_desc, [i_head * (D // 8), 0, 0, k * BLOCK_K], full.index(i_slot), s_dealt)
+            tma.async_copy_global_to_shared(w_desc, [i_head * (D // 16), 0, 0, 0, k * BLOCK_K], full.index(i_slot), s_dealt)
             i_step += 1
             if k == STEPS // 2:  # the next tile's rows: waited for here, where the buffers are full, and not between tiles
                 i_next = (i_tile + gl.num_programs(0)) // (3 * HEADS)
@@ -348,11 +343,11 @@ def fetching_warp(
                     wait_for(counter + 1 + i_next, BLOCK_M)
 
 
-@gluon.jit(do_not_specialize=["M", "first_rows"])
+@gluon.jit(do_not_specialize=["M", "first_rows", "step"])
 def persistent_kernel(
-    x_desc, w_desc, out_desc,
-    x, q_weight, k_weight, v_weight, cast, unscale, q_norm_weight, k_norm_weight, counter,
-    M, first_rows, eps,
+    x_desc, w_desc,
+    out, x, q_weight, k_weight, v_weight, cast, unscale, q_norm_weight, k_norm_weight, counter,
+    M, first_rows, step, eps,
     K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """out [3, M, HEADS * D] fp32: query, key and value, from what first_rows_kernel cast, and from x [M, K] where it stopped.
@@ -360,10 +355,9 @@ def persistent_kernel(
     A program takes every num_programs-th tile; 24 neighbours share rows of x. counter: see casting_warp.
     """
     gl.static_assert(BLOCK_M == 16 * WARPS and K // BLOCK_K == 16 and D == 4 * STORED)
-    gl.static_assert(STAGES >= 4 and gl.num_warps() == WARPS)  # as_output takes four; the layouts are for these warps
+    gl.static_assert(gl.num_warps() == WARPS)
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     s_w = gl.allocate_shared_memory(gl.float16, [STAGES, D, BLOCK_K], x_desc.layout)
-    s_outs = gl.allocate_shared_memory(gl.float32, [2, 1, BLOCK_M, STORED], out_desc.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_unscale = gl.allocate_shared_memory(gl.float32, [D], PLAIN)
     s_norm = gl.allocate_shared_memory(gl.float32, [D], PLAIN)
@@ -376,7 +370,7 @@ def persistent_kernel(
     gdc_wait()  # all of the above may run while the first launch ends elsewhere; what follows reads what it wrote
     buffers = (s_x, s_w, full, empty)
     gl.warp_specialize([
-        (multiplying_warps, (out_desc, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, s_outs, M, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
+        (multiplying_warps, (out, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, step, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
         (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
         (casting_warp, (x, q_weight, k_weight, v_weight, cast, unscale, counter, M, first_rows, K, HEADS * D, BLOCK_M)),
         (casting_warp, (x, q_weight, k_weight, v_weight, cast, unscale, counter, M, first_rows, K, HEADS * D, BLOCK_M)),
@@ -417,22 +411,20 @@ def persistent(inputs, out, config=None):
     unscale = states.new_empty(WEIGHT_ROWS + M)
     counter = states.new_empty(1 + tiles_m, dtype=torch.int32)
     # Not a dependent launch itself: it writes what a call before it, of which these may be the memory, still reads.
-    first = prepare(
-        first_rows_kernel, ((WEIGHT_ROWS + first_rows) // 8,),
+    first = partial(
+        prepare, first_rows_kernel, ((WEIGHT_ROWS + first_rows) // 8,),
         *inputs[:4], cast, unscale, counter, M, 1 + tiles_m,
         K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=8, num_warps=4,
     )  # fmt: skip
     step = (key - query) // 4
     row, columns = HIDDEN_SIZE, config.BLOCK_K
-    second = prepare(
-        persistent_kernel, (min(ctas, tiles_m * 3 * NUM_HEADS),),
+    second = partial(
+        prepare, persistent_kernel, (min(ctas, tiles_m * 3 * NUM_HEADS),),
         TensorDescriptor(cast[WEIGHT_ROWS:], (M, row), (row, 1), (config.BLOCK_M, columns), _layout(16, 2)),
         # The same memory from its first row on, in an order of rows that deals the tile's columns.
-        TensorDescriptor(cast, (WEIGHT_ROWS // 8, 4, 2, row), (8 * row, row, 4 * row, 1), (HEAD_DIM // 8, 4, 2, columns), _layout(16, 4)),
-        TensorDescriptor(out[0], (3, M, QKV_OUT_SIZE), (step, QKV_OUT_SIZE, 1), (1, config.BLOCK_M, STORED.value), _layout(32, 3)),
-        *inputs[:4], cast, unscale, *inputs[4:6], counter, M, first_rows, inputs.eps,
+        TensorDescriptor(cast, (WEIGHT_ROWS // 16, 2, 4, 2, row), (16 * row, 2 * row, 4 * row, row, 1), (HEAD_DIM // 16, 2, 4, 2, columns), _layout(16, 5)),
+        out[0], *inputs[:4], cast, unscale, *inputs[4:6], counter, M, first_rows, step // 4, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, BLOCK_M=config.BLOCK_M, BLOCK_K=config.BLOCK_K, STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=True,
     )  # fmt: skip
-    first()
-    second()
+    launch_together(states.device, first, second)
