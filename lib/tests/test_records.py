@@ -33,6 +33,11 @@ def test_stages_are_as_many_launches_as_they_say(run):
         assert set(rows.launches) == {IMPLEMENTATIONS[impl].launches}, impl
 
 
+def test_launches_that_are_queued_together_leave_no_gap(run):
+    """A launch boundary is about a microsecond; what is more, the host would have been late."""
+    assert (run[run.impl.isin(["pair", "persistent", "exact", "auto"])].gap_us < 2).all()
+
+
 def test_fused_leads_pytorch_and_split(run):
     mean = records.means(run).set_index("impl").mean_us
     assert mean["fused"] < mean[["torch_fp32", "torch_tf32", "torch_compile_tf32", "split"]].min()

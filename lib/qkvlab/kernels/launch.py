@@ -62,7 +62,7 @@ def launch_together(device, *plans):
                 return launch_together(device, *plans)
         if not torch.cuda.is_current_stream_capturing():
             _bind_context(device.index)
-            key = (device.index, torch.cuda.current_stream(device).cuda_stream, *(plan.args[0] for plan in plans))
+            key = (device.index, torch.cuda.current_stream(device).cuda_stream, *(plan.args[0].fn for plan in plans))
             graph = _graphs.get(key) or _graphs.setdefault(key, _Graph())
             return graph.launch(key[1], plans)
     for queue in [plan() for plan in plans]:
