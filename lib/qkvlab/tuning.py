@@ -5,7 +5,8 @@ configuration is admitted only if it compiles, fits, does not spill, is right by
 inputs into poisoned outputs, and gives the same bits twice: some configurations compile into silent races. What is
 rejected is recorded with the reason. The public call never tunes; api.chosen reads what `make tune` wrote.
 
-Where the two nearly tie, the one of fewer launches wins, since it costs the host less.
+Where the two nearly tie, the first of the candidates wins: fewer launches cost the host less, and smaller tiles lose less
+where M, up to the one tuned for, is smaller.
 """
 
 import json
@@ -36,9 +37,13 @@ def shapes(device):
 
 
 def candidates(M, device):
-    """[(stage, Config)] worth timing at M: of each stage that can lead its heuristic, of tma and pair what lies around it too."""
-    found = [("fused", tile.heuristic(M, device)), ("pair", pair.heuristic(M, device))]
+    """[(stage, Config)] worth timing at M: of each stage that can lead its heuristic, of tma and pair what lies around it too.
+
+    In the order in which one is taken where times tell nothing: by launches, then by tokens to a tile.
+    """
+    found = [("fused", tile.heuristic(M, device))]
     found += [("tma", config) for config in (*tma.LADDER, tma.TWO_A_MULTIPROCESSOR) if M <= 64 * config.BLOCK_M]
+    found.append(("pair", pair.heuristic(M, device)))
     found += [
         ("pair", launch.Config(block_m, 64, warps, stages))
         for (block_m, warps), stages in product([(64, 4), (128, 8)], [3, 4])
@@ -74,14 +79,11 @@ def _outcome(run, inputs):
         return f"does not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def ranked(admitted):
-    """The two admitted, the faster first; the one of fewer launches, if their medians are within TIE."""
-    if len(admitted) < 2:
-        return admitted
-    first, second = admitted
-    fewer = api.IMPLEMENTATIONS[second["stage"]].launches < api.IMPLEMENTATIONS[first["stage"]].launches
-    tied = second["median_us"] <= (1 + TIE) * first["median_us"]
-    return [second, first] if fewer and tied else admitted
+def ranked(admitted, proposed):
+    """The two admitted, the faster first; if their medians are within TIE, the one that was proposed first."""
+    if len(admitted) == 2 and admitted[1]["median_us"] <= (1 + TIE) * admitted[0]["median_us"]:
+        return sorted(admitted, key=lambda found: proposed.index((found["stage"], launch.Config(**found["config"]))))
+    return admitted
 
 
 def tune():
@@ -120,7 +122,7 @@ def tune():
                 break
         if not admitted:
             raise RuntimeError(f"nothing was admitted at M = {M}: {rejected}")
-        winner, *others = ranked(admitted)
+        winner, *others = ranked(admitted, proposed)
         classes.append({"M": M, **winner, "runner_up": others[0] if others else None})
     return {
         **hardware.state(),

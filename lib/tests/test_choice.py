@@ -1,6 +1,7 @@
 """What "auto" runs, and how a configuration is admitted to the table that tells it."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -81,15 +82,18 @@ def test_what_is_written_is_what_is_read(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "tuned" / "H200.json").read_text())["classes"][0]["median_us"] == 9.2
 
 
-def test_of_two_that_tie_the_one_of_fewer_launches_wins():
-    def admitted(*stages):
-        return [{"stage": stage, "median_us": us} for stage, us in stages]
+def test_of_two_that_tie_the_first_candidate_wins():
+    proposed = tuning.candidates(1024, CUDA)
+    assert [stage for stage, _ in proposed] == sorted((s for s, _ in proposed), key=["fused", "tma", "pair", "persistent"].index)
+    one, two = (next(found for found in proposed if found[0] == stage) for stage in ("tma", "pair"))
 
-    one, two = ("tma", 27.4), ("pair", 27.0)
-    assert tuning.ranked(admitted(two, one)) == admitted(one, two)
-    assert tuning.ranked(admitted(("tma", 27.0), ("pair", 27.4))) == admitted(("tma", 27.0), ("pair", 27.4))
-    apart = admitted(("pair", 27.0), ("tma", 28.0))
-    assert tuning.ranked(apart) == apart and tuning.ranked(apart[:1]) == apart[:1]
+    def admitted(*found):
+        return [{"stage": stage, "config": asdict(config), "median_us": us} for (stage, config), us in found]
+
+    assert tuning.ranked(admitted((two, 27.0), (one, 27.4)), proposed) == admitted((one, 27.4), (two, 27.0))
+    assert tuning.ranked(admitted((one, 27.0), (two, 27.4)), proposed) == admitted((one, 27.0), (two, 27.4))
+    apart = admitted((two, 27.0), (one, 28.0))
+    assert tuning.ranked(apart, proposed) == apart and tuning.ranked(apart[:1], proposed) == apart[:1]
 
 
 def test_shapes_to_tune_follow_the_multiprocessors(monkeypatch):

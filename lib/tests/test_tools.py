@@ -18,20 +18,38 @@ def gpu(monkeypatch):
     monkeypatch.setattr(tools.api, "IMPLEMENTATIONS", {"fused": tools.api.IMPLEMENTATIONS["fused"]})
 
 
+CLEAN = """========= COMPUTE-SANITIZER
+========= ERROR SUMMARY: 0 errors"""
+RACES = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at fused+0x120 in fused.py:3
+=========     and Write access at fused+0x340 in fused.py:9 [64 hazards]
+=========
+========= Error: Race reported between Read access at fused+0x120 in fused.py:3
+=========     and Write access at fused+0x340 in fused.py:9 [64 hazards]
+=========
+========= Warning: another
+========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)"""
+
+
 @pytest.mark.parametrize(
-    "output, errors",
+    "output, errors, said",
     [
-        ("========= ERROR SUMMARY: 0 errors", 0),
-        ("Error: Race reported between a and b\n========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)", 3),
-        ("Traceback: no such kernel", None),
+        (CLEAN, 0, "ERROR SUMMARY: 0 errors"),
+        (
+            RACES,
+            3,
+            "RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning); Error: Race reported between Read access at fused+0x120 "
+            "in fused.py:3 and Write access at fused+0x340 in fused.py:9 [64 hazards]; Warning: another",
+        ),
+        ("Traceback: no such kernel", None, "Traceback: no such kernel"),
     ],
 )
-def test_a_summary_is_read(gpu, monkeypatch, output, errors):
+def test_a_summary_and_its_findings_are_read(gpu, monkeypatch, output, errors, said):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, output, ""))
     rows = tools.sanitize(shapes=[(1, 131)])
-    assert rows.tool.tolist() == tools.SANITIZERS and list(rows) == list(tools.SANITIZER_COLUMNS)
+    assert rows.tool.tolist() == list(tools.SANITIZERS) and list(rows) == list(tools.SANITIZER_COLUMNS)
     assert rows.errors.isna().all() if errors is None else (rows.errors == errors).all()
-    assert all(set(said.split("; ")) == set(output.replace("========= ", "").splitlines()) for said in rows.said)
+    assert (rows.said == said).all()
 
 
 def test_a_sanitizer_that_does_not_end_is_no_pass(gpu, monkeypatch):
