@@ -62,8 +62,8 @@ def profile(stage, case):
 def sanitize(stages=None, shapes=ODD_SHAPES):
     """Stages by name, or every one that runs here, under each of SANITIZERS, at shapes that no tile divides: the rows of data/sanitizer.
 
-    errors: what the tool counted, warnings too, NA where it gave no summary; said: that summary, and the first two findings
-    that differ, each with the line that goes on with it.
+    errors: what the tool counted, warnings too, NA where it gave no summary or the call under it failed; said: that summary,
+    and the first two findings that differ, each with the line that goes on with it, or else the end of the output.
     Raises UnsupportedError without a GPU or compute-sanitizer, ValueError for a stage that does not run here.
     """
     _require("compute-sanitizer", "sanitizing")
@@ -80,10 +80,10 @@ def sanitize(stages=None, shapes=ODD_SHAPES):
         try:
             command = ["compute-sanitizer", f"--tool={tool}", *SANITIZERS[tool], sys.executable, "-c", source]
             done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT)
-            output = done.stdout + done.stderr
+            output, failed = done.stdout + done.stderr, done.returncode != 0
         except subprocess.TimeoutExpired:
-            output = f"no end within {TIMEOUT} s"
-        found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+).*", output)
+            output, failed = f"no end within {TIMEOUT} s", True
+        found = None if failed else re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+).*", output)
         findings = dict.fromkeys(re.sub(r"\n=+ +", " ", finding) for finding in _FINDING.findall(output))
         said = [found.group(), *list(findings)[:2]] if found else [output.strip()[-200:]]
         return {

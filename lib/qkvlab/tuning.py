@@ -33,7 +33,7 @@ def shapes(device):
     """
     count, heads = launch.sm_count(device), 3 * problem.NUM_HEADS
     ends = [count // heads * config.BLOCK_M for config in tma.LADDER] + [2 * count // heads * tma.TWO_A_MULTIPROCESSOR.BLOCK_M]
-    return [(1, M) for M in sorted({*ends, *(case.m for case in suite.cases() if case.m >= 1024)})]
+    return [(1, M) for M in sorted({*ends, *(case.m for case in suite.cases() if case.m >= 1024)}) if M]
 
 
 def candidates(M, device):
@@ -43,15 +43,11 @@ def candidates(M, device):
     """
     found = [("fused", tile.heuristic(M, device))]
     found += [("tma", config) for config in (*tma.LADDER, tma.TWO_A_MULTIPROCESSOR) if M <= 64 * config.BLOCK_M]
-    found.append(("pair", pair.heuristic(M, device)))
-    found += [
-        ("pair", launch.Config(block_m, 64, warps, stages))
-        for (block_m, warps), stages in product([(64, 4), (128, 8)], [3, 4])
-        if M > 512
-    ]
-    if M > 512:
-        found.append(("persistent", persistent.heuristic(M, device)))
-    return list(dict.fromkeys(found))
+    if M <= 512:
+        return [*found, ("pair", pair.heuristic(M, device))]
+    tiles = product([(64, 4), (128, 8)], [3, 4])
+    found += [("pair", launch.Config(block_m, 64, warps, stages)) for (block_m, warps), stages in tiles]
+    return [*found, ("persistent", persistent.heuristic(M, device))]
 
 
 def rejection(stage, config, shape):

@@ -52,6 +52,12 @@ def test_a_summary_and_its_findings_are_read(gpu, monkeypatch, output, errors, s
     assert (rows.said == said).all()
 
 
+def test_a_call_that_failed_is_no_pass(gpu, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, CLEAN, "no such kernel"))
+    rows = tools.sanitize(shapes=[(1, 131)])
+    assert rows.errors.isna().all() and rows.said.str.endswith("no such kernel").all()
+
+
 def test_a_sanitizer_that_does_not_end_is_no_pass(gpu, monkeypatch):
     def endless(command, timeout, **_):
         raise subprocess.TimeoutExpired(command, timeout)

@@ -56,7 +56,7 @@ def launch_together(device, *plans):
     call to call is the executable graph, to which the new one's kernels and arguments are given before it is launched.
     Where the stream itself is being captured, or there is none, they are queued one after the other.
     """
-    if device.type == "cuda" and not recorder and hasattr(triton.runtime.driver.active.utils, "launch"):
+    if device.type == _RUNS_ON == "cuda" and not recorder and hasattr(triton.runtime.driver.active.utils, "launch"):
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return launch_together(device, *plans)
@@ -87,14 +87,9 @@ class _Graph:
 
     def launch(self, stream, plans):
         driver, ask = self.driver, self.ask
+        queues = [plan(stream=int(self.apart)) for plan in plans]
         with self.lock:
-            queues = [plan(stream=int(self.apart)) for plan in plans]
-            ask(driver.cuStreamBeginCapture, self.apart, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            try:
-                for queue in queues:
-                    queue()
-            finally:
-                graph = ask(driver.cuStreamEndCapture, self.apart)
+            graph = self.capture(queues)
             try:
                 if self.executable and driver.cuGraphExecUpdate(self.executable, graph)[0]:
                     ask(driver.cuGraphExecDestroy, self.executable)
@@ -103,6 +98,20 @@ class _Graph:
             finally:
                 ask(driver.cuGraphDestroy, graph)
             ask(driver.cuGraphLaunch, self.executable, stream)
+
+    def capture(self, queues):
+        """The graph of what they queue. Relaxed: garbage may be collected meanwhile, and memory freed, which has no part in it."""
+        driver = self.driver
+        try:
+            self.ask(driver.cuStreamBeginCapture, self.apart, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+            for queue in queues:
+                queue()
+            return self.ask(driver.cuStreamEndCapture, self.apart)
+        except BaseException:  # an interrupt too must not leave the stream capturing
+            error, graph = driver.cuStreamEndCapture(self.apart)
+            if not error:
+                driver.cuGraphDestroy(graph)
+            raise
 
 
 def prepare(kernel, grid, *args, stream=None, **meta):

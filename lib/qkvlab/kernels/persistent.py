@@ -392,13 +392,13 @@ def persistent(inputs, out, config=None):
     """The operation in two launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises.
 
     Raises UnsupportedError without wgmma (compute capability 9.0) or before Triton 3.7, and in the interpreter. Results
-    that are not equally spaced in memory, which only `out` can bring about, are written elsewhere and copied.
+    that are not equally spaced in memory, or 32 GiB apart, which only `out` can bring about, are written elsewhere and copied.
     """
     states, M = inputs.hidden_states, inputs.M
     needs_wgmma(states.device)
     config = config or heuristic(M, states.device)
     query, key, value = (tensor.data_ptr() for tensor in out)
-    if key - query != value - key or key <= query:
+    if key - query != value - key or not 0 < key - query < 2**35:
         for tensor, result in zip(out, persistent(*inputs, config=config)):
             tensor.copy_(result)
         return
