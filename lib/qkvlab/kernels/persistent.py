@@ -382,9 +382,9 @@ def persistent_kernel(
 
 
 @cache
-def _layout(bits, rank):
-    """How tiles of `bits` an element lie in shared memory, where both wgmma and TMA want them swizzled by 128 bytes."""
-    return gl.NVMMASharedLayout(128, bits, rank)
+def _layout(rank):
+    """How tiles of fp16 lie in shared memory, where both wgmma and TMA want them swizzled by 128 bytes."""
+    return gl.NVMMASharedLayout(128, 16, rank)
 
 
 @operation
@@ -420,9 +420,9 @@ def persistent(inputs, out, config=None):
     row, columns = HIDDEN_SIZE, config.BLOCK_K
     second = partial(
         prepare, persistent_kernel, (min(ctas, tiles_m * 3 * NUM_HEADS),),
-        TensorDescriptor(cast[WEIGHT_ROWS:], (M, row), (row, 1), (config.BLOCK_M, columns), _layout(16, 2)),
+        TensorDescriptor(cast[WEIGHT_ROWS:], (M, row), (row, 1), (config.BLOCK_M, columns), _layout(2)),
         # The same memory from its first row on, in an order of rows that deals the tile's columns.
-        TensorDescriptor(cast, (WEIGHT_ROWS // 16, 2, 4, 2, row), (16 * row, 2 * row, 4 * row, row, 1), (HEAD_DIM // 16, 2, 4, 2, columns), _layout(16, 5)),
+        TensorDescriptor(cast, (WEIGHT_ROWS // 16, 2, 4, 2, row), (16 * row, 2 * row, 4 * row, row, 1), (HEAD_DIM // 16, 2, 4, 2, columns), _layout(5)),
         out[0], *inputs[:4], cast, unscale, *inputs[4:6], counter, M, first_rows, step // 4, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, BLOCK_M=config.BLOCK_M, BLOCK_K=config.BLOCK_K, STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=True,
