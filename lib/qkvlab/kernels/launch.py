@@ -5,8 +5,8 @@ launch (2026-11-30, Triton 3.6.0). A kernel that was compiled once can be launch
 argument is specialised by value: pointers are multiples of 16 bytes (problem.check_arguments), and every size is in the
 kernel's do_not_specialize.
 
-Even so, the host takes some 6 µs from one launch to the next, and a short first kernel has ended by then. So launches
-that follow each other are queued together, as a CUDA graph (launch_together).
+Even so, the host takes a few µs from one launch to the next, and a short first kernel has ended by then: up to 6 µs of a
+call (data/trials, "queued together"). So such launches are queued by one call, as a CUDA graph (launch_together).
 """
 
 import threading
