@@ -27,13 +27,13 @@ TIE = 0.02  # of the fastest's time: nearer than two stages are told apart from 
 
 
 def shapes(device):
-    """[(1, M)]: where tma's choices end on this device, and the suite's M from 1024 on.
+    """[(1, M)]: where tma's choices end on this device, and the suite's M.
 
     They end at the largest M of which all tiles run at once, for each tile of tma.LADDER and for two CTAs a multiprocessor.
     """
     count, heads = launch.sm_count(device), 3 * problem.NUM_HEADS
     ends = [count // heads * config.BLOCK_M for config in tma.LADDER] + [2 * count // heads * tma.TWO_A_MULTIPROCESSOR.BLOCK_M]
-    return [(1, M) for M in sorted({*ends, *(case.m for case in suite.cases() if case.m >= 1024)}) if M]
+    return [(1, M) for M in sorted({*ends, *(case.m for case in suite.cases())}) if M]
 
 
 def candidates(M, device):

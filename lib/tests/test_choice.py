@@ -103,8 +103,8 @@ def test_shapes_to_tune_follow_the_multiprocessors(monkeypatch):
     for count in (132, 148):
         monkeypatch.setattr(tuning.launch, "sm_count", lambda device: count)
         sizes[count] = [M for _, M in tuning.shapes(CUDA)]
-    assert sizes[132] == [80, 160, 320, 640, 1024, 1408, 2048, 2164, 4096, 6184, 8192]
-    assert sizes[148] == [96, 192, 384, 768, 1024, 1536, 2048, 2164, 4096, 6184, 8192]
+    assert sizes[132] == [80, 128, 131, 160, 256, 320, 512, 586, 640, 1024, 1408, 2048, 2164, 4096, 6184, 8192]
+    assert sizes[148] == [96, 128, 131, 192, 256, 384, 512, 586, 768, 1024, 1536, 2048, 2164, 4096, 6184, 8192]
 
 
 def test_every_candidate_is_a_stage_with_a_configuration():

@@ -98,8 +98,9 @@ def gemm_kernel(
     o_n = tl.program_id(0) * D + tl.arange(0, D)
     o_k = tl.arange(0, BLOCK_K)
     tl.static_assert(K % BLOCK_K == 0)
-    # Rows beyond M read the last one, and are never stored: no mask stands between memory and the tensor cores.
-    p_x = cast + (3 * N + tl.minimum(o_m, M - 1))[:, None] * K + o_k[None, :]
+    # Rows beyond M read others, and are never stored: no mask stands between memory and the tensor cores. Did they all read
+    # one, the L2 would have its line asked for a hundred times a step.
+    p_x = cast + (3 * N + o_m % M)[:, None] * K + o_k[None, :]
     p_w = cast + o_n[None, :] * K + o_k[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()

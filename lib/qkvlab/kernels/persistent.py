@@ -142,6 +142,7 @@ def casting_warp(
     """Rows of x from first_rows on, CASTING_ROWS at a time as counter[0] hands them out; counter[1 + i_m] counts those of a tile."""
     rows = gl.cdiv(M, BLOCK_M) * BLOCK_M  # those beyond M are counted too
     if first_rows < rows:
+        gdc_wait()
         i_row = first_rows + take(counter) * CASTING_ROWS
         while i_row < rows:
             i_next = first_rows + take(counter) * CASTING_ROWS  # asked for early: the answer comes while these are cast
@@ -191,11 +192,20 @@ def times_columns(b, s_columns):
 
 
 @gluon.jit
-def row_factor(b_squares, carry, i_proj, eps, D: gl.constexpr):
-    """carry / root mean square of rows that are carry times those whose sums of squares these are; carry for value_states."""
-    b_mean = b_squares / D * carry * carry + eps
-    b_rstd = gl.inline_asm_elementwise("rsqrt.approx.f32 $0, $1;", "=f,f", [b_mean], gl.float32, True, 1)
-    return carry * gl.where(i_proj < 2, b_rstd, 1.0)
+def unscale_quarter(b, b_row_unscale, s_unscale):
+    """b [BLOCK_M, STORED] as it would be of operands that were not scaled.
+
+    The smaller factor first: the product of the two may leave fp32's range where the result does not.
+    """
+    b_row, b_column = b_row_unscale[:, None], s_unscale.load(gl.SliceLayout(0, wgmma_layout(STORED)))[None, :]
+    return b * gl.minimum(b_row, b_column) * gl.maximum(b_row, b_column)
+
+
+@gluon.jit
+def inverse_rms(b_squares, i_proj, eps, D: gl.constexpr):
+    """1 / root mean square of rows from their sums of squares; 1 for value_states, which are not normalised."""
+    b_rstd = gl.inline_asm_elementwise("rsqrt.approx.f32 $0, $1;", "=f,f", [b_squares / D + eps], gl.float32, True, 1)
+    return gl.where(i_proj < 2, b_rstd, 1.0)
 
 
 @gluon.jit
@@ -208,7 +218,18 @@ def norm_of(q_norm_weight, k_norm_weight, i_proj, o_column):
 
 
 @gluon.jit
-def store_quarter(b, b_rstd, s_norm, out, i_head, i_row, M, step, i_column: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr):
+def result_of(q, k, v, i_proj):
+    """Where a projection's results go."""
+    out = q
+    if i_proj == 1:
+        out = k
+    if i_proj == 2:
+        out = v
+    return out
+
+
+@gluon.jit
+def store_quarter(b, b_rstd, s_norm, out, i_head, i_row, M, i_column: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr):
     """Normalise and store BLOCK_M rows by STORED columns, from column i_column of a head. Nothing moves between threads."""
     IN_ORDER: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [16 * WARPS, STORED]
@@ -218,8 +239,7 @@ def store_quarter(b, b_rstd, s_norm, out, i_head, i_row, M, step, i_column: gl.c
     b_out = gl.convert_layout(b_out, IN_ORDER, assert_trivial=True)
     o_row = i_row + gl.arange(0, b.shape[0], layout=gl.SliceLayout(1, IN_ORDER))
     o_column = i_head % HEADS * D + i_column + gl.arange(0, STORED, layout=gl.SliceLayout(0, IN_ORDER))
-    p_out = out + (i_head // HEADS).to(gl.int64) * (step.to(gl.int64) * 4)
-    p_out += o_row.to(gl.int64)[:, None] * (HEADS * D) + o_column[None, :]
+    p_out = out + o_row.to(gl.int64)[:, None] * (HEADS * D) + o_column[None, :]
     gl.store(p_out, b_out, mask=(o_row < M)[:, None])
 
 
@@ -243,8 +263,8 @@ def free_before(b_acc, i_before, i_slot, phase, buffers, STAGES: gl.constexpr):
 
 @gluon.jit
 def multiplying_warps(
-    out, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm,
-    M, step, eps,
+    q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm,
+    M, eps,
     K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -256,13 +276,14 @@ def multiplying_warps(
     o_row = gl.arange(0, BLOCK_M, layout=ROWS)
     o_column = dealt(gl.arange(0, D, layout=COLUMNS))
     # Before the first tile comes one beyond the last row, of which nothing is stored.
-    i_done_row, i_done_head, carry = M, gl.to_tensor(0), gl.to_tensor(1.0)
+    out, i_done_row, i_done_head = q, M, gl.to_tensor(0)
     b_unscale = gl.zeros([BLOCK_M], gl.float32, ROWS)
     s_unscale.store(gl.zeros([D], gl.float32, COLUMNS))
     s_norm.store(gl.zeros([D], gl.float32, COLUMNS))
     b_done = gl.zeros([BLOCK_M, D], gl.float32, wgmma_layout(D))
     b_0, b_1, b_2, b_3 = quarters(b_done)
     i_before, i_slot, phase = gl.to_tensor(-1), gl.to_tensor(0), gl.to_tensor(0)
+    gdc_wait()
     for i_tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         i_row = i_tile // (3 * HEADS) * BLOCK_M
         i_head = i_tile % (3 * HEADS)
@@ -276,44 +297,42 @@ def multiplying_warps(
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
             b_acc = queue_products(b_acc, i_slot, phase, buffers, True)
             if i_piece == 0:
-                b_0 = times_columns(b_0, s_unscale.slice(0, 32)) * b_unscale[:, None]
+                b_0 = unscale_quarter(b_0, b_unscale, s_unscale.slice(0, 32))
                 b_squares = gl.sum(b_0 * b_0, axis=1)
             if i_piece == 1:
-                b_1 = times_columns(b_1, s_unscale.slice(32, 32)) * b_unscale[:, None]
+                b_1 = unscale_quarter(b_1, b_unscale, s_unscale.slice(32, 32))
                 b_squares += gl.sum(b_1 * b_1, axis=1)
             if i_piece == 2:
-                b_2 = times_columns(b_2, s_unscale.slice(64, 32)) * b_unscale[:, None]
+                b_2 = unscale_quarter(b_2, b_unscale, s_unscale.slice(64, 32))
                 b_squares += gl.sum(b_2 * b_2, axis=1)
             if i_piece == 3:
-                b_3 = times_columns(b_3, s_unscale.slice(96, 32)) * b_unscale[:, None]
-                b_rstd = row_factor(b_squares + gl.sum(b_3 * b_3, axis=1), carry, i_done_head // HEADS, eps, D)
+                b_3 = unscale_quarter(b_3, b_unscale, s_unscale.slice(96, 32))
+                b_rstd = inverse_rms(b_squares + gl.sum(b_3 * b_3, axis=1), i_done_head // HEADS, eps, D)
             if i_piece == 4:
-                store_quarter(b_0, b_rstd, s_norm.slice(0, 32), out, i_done_head, i_done_row, M, step, 0, HEADS, D)
+                store_quarter(b_0, b_rstd, s_norm.slice(0, 32), out, i_done_head, i_done_row, M, 0, HEADS, D)
             if i_piece == 5:
-                store_quarter(b_1, b_rstd, s_norm.slice(32, 32), out, i_done_head, i_done_row, M, step, 32, HEADS, D)
+                store_quarter(b_1, b_rstd, s_norm.slice(32, 32), out, i_done_head, i_done_row, M, 32, HEADS, D)
             if i_piece == 6:
-                store_quarter(b_2, b_rstd, s_norm.slice(64, 32), out, i_done_head, i_done_row, M, step, 64, HEADS, D)
+                store_quarter(b_2, b_rstd, s_norm.slice(64, 32), out, i_done_head, i_done_row, M, 64, HEADS, D)
             if i_piece == 7:
-                store_quarter(b_3, b_rstd, s_norm.slice(96, 32), out, i_done_head, i_done_row, M, step, 96, HEADS, D)
+                store_quarter(b_3, b_rstd, s_norm.slice(96, 32), out, i_done_head, i_done_row, M, 96, HEADS, D)
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
-        # Products reach 2^40. Where their column's scale would take them out of fp32's range they are kept 2^26 smaller until the end.
-        huge = gl.max(b_w_unscale, axis=0) > 2.0**87
-        s_unscale.store(b_w_unscale * gl.where(huge, 2.0**-26, 1.0))
-        b_unscale, carry = b_row_unscale, gl.where(huge, 2.0**26, 1.0)
+        s_unscale.store(b_w_unscale)
+        b_unscale = b_row_unscale
         s_norm.store(b_norm)
         b_done = warpgroup_mma_wait(0, deps=[b_acc])
         b_0, b_1, b_2, b_3 = quarters(b_done)
-        i_done_row, i_done_head = i_row, i_head
-    b_0 = times_columns(b_0, s_unscale.slice(0, 32)) * b_unscale[:, None]
-    b_1 = times_columns(b_1, s_unscale.slice(32, 32)) * b_unscale[:, None]
-    b_2 = times_columns(b_2, s_unscale.slice(64, 32)) * b_unscale[:, None]
-    b_3 = times_columns(b_3, s_unscale.slice(96, 32)) * b_unscale[:, None]
+        out, i_done_row, i_done_head = result_of(q, k, v, i_head // HEADS), i_row, i_head
+    b_0 = unscale_quarter(b_0, b_unscale, s_unscale.slice(0, 32))
+    b_1 = unscale_quarter(b_1, b_unscale, s_unscale.slice(32, 32))
+    b_2 = unscale_quarter(b_2, b_unscale, s_unscale.slice(64, 32))
+    b_3 = unscale_quarter(b_3, b_unscale, s_unscale.slice(96, 32))
     b_squares = gl.sum(b_0 * b_0 + b_1 * b_1 + b_2 * b_2 + b_3 * b_3, axis=1)
-    b_rstd = row_factor(b_squares, carry, i_done_head // HEADS, eps, D)
-    store_quarter(b_0, b_rstd, s_norm.slice(0, 32), out, i_done_head, i_done_row, M, step, 0, HEADS, D)
-    store_quarter(b_1, b_rstd, s_norm.slice(32, 32), out, i_done_head, i_done_row, M, step, 32, HEADS, D)
-    store_quarter(b_2, b_rstd, s_norm.slice(64, 32), out, i_done_head, i_done_row, M, step, 64, HEADS, D)
-    store_quarter(b_3, b_rstd, s_norm.slice(96, 32), out, i_done_head, i_done_row, M, step, 96, HEADS, D)
+    b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
+    store_quarter(b_0, b_rstd, s_norm.slice(0, 32), out, i_done_head, i_done_row, M, 0, HEADS, D)
+    store_quarter(b_1, b_rstd, s_norm.slice(32, 32), out, i_done_head, i_done_row, M, 32, HEADS, D)
+    store_quarter(b_2, b_rstd, s_norm.slice(64, 32), out, i_done_head, i_done_row, M, 64, HEADS, D)
+    store_quarter(b_3, b_rstd, s_norm.slice(96, 32), out, i_done_head, i_done_row, M, 96, HEADS, D)
 
 
 @gluon.jit
@@ -326,6 +345,7 @@ def fetching_warp(
     STEPS: gl.constexpr = K // BLOCK_K
     s_x, s_w, full, empty = buffers
     tiles = gl.cdiv(M, BLOCK_M) * (3 * HEADS)
+    gdc_wait()
     i_step = 0
     for i_tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         i_m, i_head = i_tile // (3 * HEADS), i_tile % (3 * HEADS)
@@ -343,14 +363,14 @@ def fetching_warp(
                     wait_for(counter + 1 + i_next, BLOCK_M)
 
 
-@gluon.jit(do_not_specialize=["M", "first_rows", "step"])
+@gluon.jit(do_not_specialize=["M", "first_rows"])
 def persistent_kernel(
     x_desc, w_desc,
-    out, x, q_weight, k_weight, v_weight, cast, unscale, q_norm_weight, k_norm_weight, counter,
-    M, first_rows, step, eps,
+    q, k, v, x, q_weight, k_weight, v_weight, cast, unscale, q_norm_weight, k_norm_weight, counter,
+    M, first_rows, eps,
     K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """out [3, M, HEADS * D] fp32: query, key and value, from what first_rows_kernel cast, and from x [M, K] where it stopped.
+    """q, k, v [M, HEADS * D] fp32 from what first_rows_kernel cast, and from x [M, K] where it stopped.
 
     A program takes every num_programs-th tile; 24 neighbours share rows of x. counter: see casting_warp.
     """
@@ -367,10 +387,10 @@ def persistent_kernel(
         mbarrier.init(full.index(i_slot), count=1)
         mbarrier.init(empty.index(i_slot), count=1)
     fence_async_shared()
-    gdc_wait()  # all of the above may run while the first launch ends elsewhere; what follows reads what it wrote
+    # Each of these waits for the first launch by itself, once it has set up what it can without.
     buffers = (s_x, s_w, full, empty)
     gl.warp_specialize([
-        (multiplying_warps, (out, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, step, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
+        (multiplying_warps, (q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
         (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
         (casting_warp, (x, q_weight, k_weight, v_weight, cast, unscale, counter, M, first_rows, K, HEADS * D, BLOCK_M)),
         (casting_warp, (x, q_weight, k_weight, v_weight, cast, unscale, counter, M, first_rows, K, HEADS * D, BLOCK_M)),
@@ -391,17 +411,11 @@ def _layout(rank):
 def persistent(inputs, out, config=None):
     """The operation in two launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises.
 
-    Raises UnsupportedError without wgmma (compute capability 9.0) or before Triton 3.7, and in the interpreter. Results
-    that are not equally spaced in memory, or 32 GiB apart, which only `out` can bring about, are written elsewhere and copied.
+    Raises UnsupportedError without wgmma (compute capability 9.0) or before Triton 3.7, and in the interpreter.
     """
     states, M = inputs.hidden_states, inputs.M
     needs_wgmma(states.device)
     config = config or heuristic(M, states.device)
-    query, key, value = (tensor.data_ptr() for tensor in out)
-    if key - query != value - key or not 0 < key - query < 2**35:
-        for tensor, result in zip(out, persistent(*inputs, config=config)):
-            tensor.copy_(result)
-        return
     ctas = sm_count(states.device)
     tiles_m = -(-M // config.BLOCK_M)
     # The first wave's rows, and as many again for the casting warps to get ahead; the last tile's beyond M are skipped.
@@ -410,20 +424,19 @@ def persistent(inputs, out, config=None):
     cast = states.new_empty(WEIGHT_ROWS + M, HIDDEN_SIZE, dtype=torch.float16)
     unscale = states.new_empty(WEIGHT_ROWS + M)
     counter = states.new_empty(1 + tiles_m, dtype=torch.int32)
-    # Not a dependent launch itself: it writes what a call before it, of which these may be the memory, still reads.
+    # A row a warp. Not a dependent launch itself: it writes what a call before it, of which these may be the memory, still reads.
     first = partial(
-        prepare, first_rows_kernel, ((WEIGHT_ROWS + first_rows) // 8,),
+        prepare, first_rows_kernel, ((WEIGHT_ROWS + first_rows) // 4,),
         *inputs[:4], cast, unscale, counter, M, 1 + tiles_m,
-        K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=8, num_warps=4,
+        K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=4, num_warps=4,
     )  # fmt: skip
-    step = (key - query) // 4
     row, columns = HIDDEN_SIZE, config.BLOCK_K
     second = partial(
         prepare, persistent_kernel, (min(ctas, tiles_m * 3 * NUM_HEADS),),
         TensorDescriptor(cast[WEIGHT_ROWS:], (M, row), (row, 1), (config.BLOCK_M, columns), _layout(2)),
         # The same memory from its first row on, in an order of rows that deals the tile's columns.
         TensorDescriptor(cast, (WEIGHT_ROWS // 16, 2, 4, 2, row), (16 * row, 2 * row, 4 * row, row, 1), (HEAD_DIM // 16, 2, 4, 2, columns), _layout(5)),
-        out[0], *inputs[:4], cast, unscale, *inputs[4:6], counter, M, first_rows, step // 4, inputs.eps,
+        *out, *inputs[:4], cast, unscale, *inputs[4:6], counter, M, first_rows, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, BLOCK_M=config.BLOCK_M, BLOCK_K=config.BLOCK_K, STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=True,
     )  # fmt: skip
