@@ -53,7 +53,7 @@ def heuristic(M, device):
 def cast_rows(
     x, q_weight, k_weight, v_weight, cast, unscale,
     i_row, M,
-    K: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, EVICTION: gl.constexpr,
 ):  # fmt: skip
     """Rows i_row... of cast [3 * N + M, K] fp16 and of unscale [3 * N + M] fp32: those of the weights [N, K], then those of x [M, K].
 
@@ -70,7 +70,8 @@ def cast_rows(
     o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
     o_k = gl.arange(0, K, layout=gl.SliceLayout(0, L))
     m_row = i_row + o_row < 3 * N + M
-    b_row = gl.load(source + (i_source + o_row).to(gl.int64)[:, None] * K + o_k[None, :], mask=m_row[:, None], other=0.0)
+    p_row = source + (i_source + o_row).to(gl.int64)[:, None] * K + o_k[None, :]
+    b_row = gl.load(p_row, mask=m_row[:, None], other=0.0, eviction_policy=EVICTION)
     b_exponent = gl.maximum(gl.max(gl.maximum(b_row, -b_row), axis=1).to(gl.int32, bitcast=True) >> 23, 15)
     b_scaled = b_row * ((268 - b_exponent) << 23).to(gl.float32, bitcast=True)[:, None]
     gl.store(cast + (i_row + o_row).to(gl.int64)[:, None] * K + o_k[None, :], b_scaled.to(gl.float16), mask=m_row[:, None])
@@ -83,12 +84,15 @@ def first_rows_kernel(
     M, counters,
     K: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The first num_programs * ROWS rows of cast_rows; counter [counters] i32: zeros."""
+    """The first num_programs * ROWS rows of cast_rows; counter [counters] i32: zeros.
+
+    What is read leaves the L2 first: nobody reads it again, and the L2 is full of what was not written to memory yet.
+    """
     gdc_launch_dependents()
     i = gl.program_id(0)
     for i_counter in range(i, counters, gl.num_programs(0)):
         gl.store(counter + i_counter, 0)
-    cast_rows(x, q_weight, k_weight, v_weight, cast, unscale, i * ROWS, M, K, N, ROWS)
+    cast_rows(x, q_weight, k_weight, v_weight, cast, unscale, i * ROWS, M, K, N, ROWS, "evict_first")
 
 
 @gluon.jit
@@ -146,7 +150,7 @@ def casting_warp(
         i_row = first_rows + take(counter) * CASTING_ROWS
         while i_row < rows:
             i_next = first_rows + take(counter) * CASTING_ROWS  # asked for early: the answer comes while these are cast
-            cast_rows(x, q_weight, k_weight, v_weight, cast, unscale, 3 * N + i_row, M, K, N, CASTING_ROWS)
+            cast_rows(x, q_weight, k_weight, v_weight, cast, unscale, 3 * N + i_row, M, K, N, CASTING_ROWS, "")
             publish(counter + 1 + i_row // BLOCK_M, CASTING_ROWS)
             i_row = i_next
 
