@@ -41,10 +41,11 @@ def test_portable(path):
 
 
 @named
-def test_pictures_and_addresses_are_not_compared(path):
+def test_what_differs_from_machine_to_machine_is_not_compared(path):
+    """Pictures, addresses, and the errors that a report quotes: a GPU draws other random inputs than the CPU."""
     for cell in code_cells(path):
         shown = [mime for output in cell.outputs for mime in output.get("data", {})]
-        if "image/png" in shown or re.search(r"0x[0-9a-f]{8,}", str(cell.outputs)):
+        if "image/png" in shown or re.search(r"0x[0-9a-f]{8,}|worst at \(", str(cell.outputs)):
             assert "nbval-ignore-output" in cell.metadata.get("tags", []), cell.source
 
 
