@@ -14,7 +14,7 @@ import pandas as pd
 from . import api, hardware, problem
 
 SECTIONS = ["SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats"]
-ODD_SHAPES = [(1, 131), (3, 411)]
+ODD_SHAPES = [(1, 131), (3, 683)]
 # A library asks a driver for functions that it may lack, which memcheck would count with the errors of memory.
 SANITIZERS = {"memcheck": ["--report-api-errors=no"], "racecheck": []}
 _FINDING = re.compile(r"^=+ ((?!COMPUTE-SANITIZER|.*SUMMARY)\S.*(?:\n=+ {2,}\S.*)?)", re.M)

@@ -52,9 +52,9 @@ def launch(kernel, grid, *args, **meta):
 def launch_together(device, *plans):
     """Queue several launches on a device's current stream, by one call to the driver: the host cannot come late with the second.
 
-    plans: partial(prepare, kernel, grid, *args, **meta) each. They are captured as a CUDA graph. What a stream keeps from
-    call to call is the executable graph, to which the new one's kernels and arguments are given before it is launched.
-    Where the stream itself is being captured, or there is none, they are queued one after the other.
+    plans: partial(prepare, kernel, grid, *args, **meta) each. What a stream keeps is the executable graph; each call captures
+    anew, updates it with what was captured, and launches it. Where the stream itself is being captured, where kernels run on
+    the CPU or are only planned, and before Triton 3.7, they are queued one after the other.
     """
     if device.type == _RUNS_ON == "cuda" and not recorder and hasattr(triton.runtime.driver.active.utils, "launch"):
         if device.index != torch.cuda.current_device():

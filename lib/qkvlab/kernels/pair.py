@@ -26,7 +26,8 @@ def heuristic(M, device):
     """M, torch.device -> Config of a BLOCK_M x 128 tile, several to a multiprocessor, so that one's stores hide behind another's products.
 
     `make tune` times both tiles in one run, whole calls: on an H200 (2026-11-30, Triton 3.7.1, data/tuned) those of 128 tokens,
-    two to a multiprocessor, come ahead of 64, three to one, from M = 2048 on; below, others lead. In the interpreter the largest.
+    two to a multiprocessor, come ahead of 64, three to one, from M = 2048 on; between 512 and that, other stages lead. In the
+    interpreter the largest.
     """
     if device.type == "cpu":
         return Config(BLOCK_M=128, BLOCK_K=256, num_warps=4, num_stages=1)

@@ -1,9 +1,9 @@
-"""persistent: the products hardly wait. One CTA a multiprocessor, and all that is not a product goes on beside them. Hopper, in Gluon.
+"""persistent: casts, epilogue and stores beside the products. One CTA a multiprocessor, whose warps divide the work. Hopper, in Gluon.
 
 As in pair, everything is cast to scaled fp16 first, but of hidden_states only the rows of two waves of tiles. The second
 launch, queued behind it by programmatic dependent launch, keeps one CTA on every multiprocessor and divides its warps:
-one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, three cast the other rows of hidden_states before
-their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps normalise and store the
+one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, three cast the rows of hidden_states beyond those,
+if there are any, before their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps normalise and store the
 other in eight pieces, one every second step of K, so that stores leave over half of a tile's time and not in a burst.
 They leave from registers, 16 bytes a thread: a tensor map deals the columns so that a thread has neighbours.
 
@@ -39,10 +39,7 @@ STORED = gl.constexpr(32)  # columns that are stored at a time, a quarter of a h
 
 
 def heuristic(M, device):
-    """M, torch.device -> Config of a tile of 128 tokens by one head. 7 buffers of 32 KiB fill the shared memory.
-
-    H200, 2026-11-30, Triton 3.7.1, GEMM alone at M = 8192, an earlier form: 5 buffers take 88.7 µs where 6 take 85.5 (data/trials).
-    """
+    """M, torch.device -> Config of a tile of 128 tokens by one head. 7 buffers of 32 KiB fill the shared memory."""
     return Config(BLOCK_M=128, BLOCK_K=64, num_warps=WARPS.value, num_stages=7)
 
 
@@ -86,7 +83,8 @@ def first_rows_kernel(
 ):  # fmt: skip
     """The first num_programs * ROWS rows of cast_rows; counter [counters] i32: zeros.
 
-    What is read leaves the L2 first: nobody reads it again, and the L2 is full of what was not written to memory yet.
+    What is read leaves the L2 first: this call does not read it again, and an L2 full of lines that are still to be written,
+    as after the flush of a timed call, has room at once. What casting_warp reads stays as usual, which was faster (notebook 06).
     """
     gdc_launch_dependents()
     i = gl.program_id(0)
@@ -149,7 +147,7 @@ def casting_warp(
         gdc_wait()
         i_row = first_rows + take(counter) * CASTING_ROWS
         while i_row < rows:
-            i_next = first_rows + take(counter) * CASTING_ROWS  # asked for early: the answer comes while these are cast
+            i_next = first_rows + take(counter) * CASTING_ROWS  # asked for before these are cast
             cast_rows(x, q_weight, k_weight, v_weight, cast, unscale, 3 * N + i_row, M, K, N, CASTING_ROWS, "")
             publish(counter + 1 + i_row // BLOCK_M, CASTING_ROWS)
             i_row = i_next
@@ -207,7 +205,10 @@ def unscale_quarter(b, b_row_unscale, s_unscale):
 
 @gluon.jit
 def inverse_rms(b_squares, i_proj, eps, D: gl.constexpr):
-    """1 / root mean square of rows from their sums of squares; 1 for value_states, which are not normalised."""
+    """1 / root mean square of rows from their sums of squares; 1 for value_states, which are not normalised.
+
+    gl.rsqrt would flush a denormal mean to zero.
+    """
     b_rstd = gl.inline_asm_elementwise("rsqrt.approx.f32 $0, $1;", "=f,f", [b_squares / D + eps], gl.float32, True, 1)
     return gl.where(i_proj < 2, b_rstd, 1.0)
 
@@ -274,7 +275,6 @@ def multiplying_warps(
 ):  # fmt: skip
     """Products for one of the CTA's tiles, and between them the epilogue of the tile before."""
     ROWS: gl.constexpr = gl.SliceLayout(1, wgmma_layout(STORED))
-    # Every warp has all columns' scales, so that the largest is found without a barrier.
     COLUMNS: gl.constexpr = gl.BlockedLayout([D // 32], [32], [WARPS], [0])
     tiles = gl.cdiv(M, BLOCK_M) * (3 * HEADS)
     o_row = gl.arange(0, BLOCK_M, layout=ROWS)
@@ -361,7 +361,9 @@ def fetching_warp(
             tma.async_copy_global_to_shared(x_desc, [i_m * BLOCK_M, k * BLOCK_K], full.index(i_slot), s_x.index(i_slot))
             tma.async_copy_global_to_shared(w_desc, [i_head * (D // 16), 0, 0, 0, k * BLOCK_K], full.index(i_slot), s_dealt)
             i_step += 1
-            if k == STEPS // 2:  # the next tile's rows: waited for here, where the buffers are full, and not between tiles
+            # The next tile's rows are waited for where the buffers are full, and before the last steps: whoever has multiplied
+            # those may load what was published with the rows.
+            if k == STEPS // 2:
                 i_next = (i_tile + gl.num_programs(0)) // (3 * HEADS)
                 if (i_next * BLOCK_M >= first_rows) & (i_next * BLOCK_M < M):
                     wait_for(counter + 1 + i_next, BLOCK_M)
