@@ -44,8 +44,8 @@ submission: $(READY)  ## a SOL-ExecBench solution.json of a stage: make submissi
 judge: $(READY)  ## SOL-ExecBench's own evaluator on one stage, or on all: make judge STAGE=fused
 	$(RUN) -m qkvlab judge $(STAGE)
 
-aot: $(READY)  ## compile every stage for a GPU that is not here: make aot ARCH=sm_100
-	$(RUN) -m qkvlab aot --arch $(or $(ARCH),sm_100)
+aot: $(READY)  ## compile one stage, or all, for a GPU that is not here: make aot ARCH=sm_90 STAGE=persistent
+	$(RUN) -m qkvlab aot --arch $(or $(ARCH),sm_100) $(STAGE)
 
 doctor: $(READY)  ## what this Python lacks, and what the lab sees of the machine
 	$(RUN) lib/qkvlab/doctor.py

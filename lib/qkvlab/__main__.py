@@ -50,7 +50,7 @@ def _verified(contenders):
 
 def report(options):
     """Verify and measure all stages and peers on all 16 cases (on a GPU), draw the figures, print the table."""
-    from . import api, hardware, plots, records, suite, timing
+    from . import api, hardware, plots, records, suite, tables, timing
 
     if hardware.device() == "cuda":
         right = _verified(_running([*timing.peers(), *api.contenders()]))
@@ -73,6 +73,7 @@ def report(options):
         for name, figure in drawn.items():
             records.figure(name).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(records.figure(name), dpi=110)
+        print(f"drawn: {', '.join(tables.shown(records.figure(name)) for name in drawn)}")
     else:
         print("this GPU is not in data/devices.yaml, so there is no bound to draw against; the table stands")
     print(f"\nmedian µs by {rows.method.iloc[0]}\n{records.latencies(rows).round(1).to_string()}\n")
@@ -99,13 +100,16 @@ def tune(options):
 
 
 def aot(options):
-    """Compile every stage for a GPU that is not here, and print what it uses."""
+    """Compile stages for a GPU that is not here, and print what they use."""
     from . import aot, api, problem, suite
 
     shapes = [(case.batch_size, case.seq_len) for case in suite.cases()]
-    for name in api.IMPLEMENTATIONS:
+    for name in options.stages or api.IMPLEMENTATIONS:
         try:
             table = aot.compiled(name, options.arch, shapes)
+        except ValueError as reason:
+            print(reason)
+            return 1
         except problem.UnsupportedError as reason:
             print(f"{name}: {reason}\n")
             continue
@@ -124,7 +128,7 @@ def submit(options):
     except ValueError as wrong:
         print(wrong)
         return 2
-    print(f"wrote {submission.tables.shown(path)} and {submission.tables.shown(path.parent / 'problem')}/")
+    print(f"{options.stage}, style {options.style}: wrote {submission.tables.shown(path)} and {submission.tables.shown(path.parent / 'problem')}/")
     return 0
 
 
@@ -200,7 +204,7 @@ def main():
         entry.set_defaults(command=command)
         if command is aot:
             entry.add_argument("--arch", default="sm_100", choices=ARCHITECTURES)
-        if command in (judge, sanitize):
+        if command in (aot, judge, sanitize):
             entry.add_argument("stages", nargs="*", help="stages by name; all of them, if none is named")
         if command is submit:
             entry.add_argument("stage")

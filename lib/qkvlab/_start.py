@@ -18,5 +18,5 @@ if "TRITON_INTERPRET" not in os.environ and not torch.cuda.is_available():
         )
     os.environ["TRITON_INTERPRET"] = "1"
     print(
-        "qkvlab: no NVIDIA GPU, so kernels run in Triton's interpreter (TRITON_INTERPRET=1): right or wrong shows, speed does not"
+        "qkvlab: no NVIDIA GPU, so kernels run in Triton's interpreter (TRITON_INTERPRET=1): a wrong index or mask shows; a race, the tensor cores' rounding and speed do not"
     )

@@ -33,8 +33,12 @@ def main():
     import triton  # isort: skip
 
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, Triton {triton.__version__}, commit {hardware.commit()}")
-    if hardware.device() == "cpu":
-        return 0
+    try:
+        if hardware.device() == "cpu":
+            return 0
+    except RuntimeError as reason:
+        print(reason)
+        return 1
     state = hardware.state()
     known = "in data/devices.yaml" if state["gpu"] in hardware.gpus() else "NOT in data/devices.yaml: no bound for it"
     print(f"GPU {state['gpu']} ({known}), driver {state['driver']}, SM clock {hardware.sm_clock_mhz()} MHz")

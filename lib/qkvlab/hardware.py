@@ -61,10 +61,14 @@ def shared_memory_limit():
 
 
 def device():
-    """Where kernels run in this process: 'cuda', or 'cpu' through Triton's interpreter."""
+    """Where kernels run in this process: 'cuda', or 'cpu' through Triton's interpreter. RuntimeError where neither can be."""
     import triton
 
-    return "cpu" if triton.knobs.runtime.interpret else "cuda"
+    if triton.knobs.runtime.interpret:
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise RuntimeError("TRITON_INTERPRET is set, and not to 1, which asks for a GPU; there is none: unset it")
+    return "cuda"
 
 
 def gpu_name():

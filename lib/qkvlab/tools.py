@@ -42,7 +42,7 @@ def _require(tool, purpose):
     """Raise UnsupportedError, with what to do, without a GPU or the tool."""
     if hardware.device() == "cpu":
         raise problem.UnsupportedError(
-            f"{purpose} needs an NVIDIA GPU and {tool}; without one, `make aot` shows what the compiler made of a stage"
+            f"{purpose} needs an NVIDIA GPU and {tool}; what it said on one is in notebook 06, and `make aot` shows what the compiler makes of a stage"
         )
     if not shutil.which(tool):
         raise problem.UnsupportedError(f"{tool} is not there: it comes with the CUDA toolkit; put it on PATH")
@@ -66,11 +66,13 @@ def sanitize(stages=None, shapes=ODD_SHAPES):
     and the first two findings that differ, each with the line that goes on with it, or else the end of the output.
     Raises UnsupportedError without a GPU or compute-sanitizer, ValueError for a stage that does not run here.
     """
+    if not set(stages or ()) <= set(api.IMPLEMENTATIONS):
+        raise ValueError(f"a stage is one of {', '.join(api.IMPLEMENTATIONS)}; got {', '.join(stages)}")
     _require("compute-sanitizer", "sanitizing")
     running = [stage.name for stage in api.IMPLEMENTATIONS.values() if not stage.unsupported("cuda")]
     stages = stages or running
     if not set(stages) <= set(running):
-        raise ValueError(f"a stage is one of {', '.join(running)}; got {', '.join(stages)}")
+        raise ValueError(f"here runs {', '.join(running)}; got {', '.join(stages)}")
 
     def run(work):
         stage, tool, (batch_size, seq_len) = work

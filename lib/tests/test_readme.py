@@ -19,10 +19,15 @@ def stages():
     return {row[0]: row for row in rows[2:]}
 
 
+def published():
+    """{stage: its mean, as written}; a stage that was not measured for the record yet has none."""
+    return {impl: row[3] for impl, row in stages().items() if row[3]}
+
+
 def test_figures_are_the_recorded_runs():
     means = records.means(records.against_sol(records.recorded())).set_index("impl")
-    shown = {impl: row[3] for impl, row in stages().items() if row[3]}
-    assert shown == {impl: f"{means.mean_us[impl]:.1f}" for impl in shown} and set(shown) == {*IMPLEMENTATIONS, *BESIDE}
+    recorded = [impl for impl in (*IMPLEMENTATIONS, *BESIDE) if impl in means.index]
+    assert published() == {impl: f"{means.mean_us[impl]:.1f}" for impl in recorded} and {"fused", *BESIDE} <= set(recorded)
     ratios = re.search(r"\"auto\" is ([\d.]+) times the mean bound; .* is ([\d.]+) times its own", README).groups()
     best = records.board().mean_latency_us.min() / (sum(case.b200_sol_us for case in suite.cases()) / 16)
     assert ratios == (f"{means.ratio['auto']:.2f}", f"{best:.2f}")
@@ -36,7 +41,7 @@ def test_figures_of_the_judge_are_the_recorded_ones():
     mean = judged.groupby("impl").judge_us.mean()
     shown = re.search(r"by its clock \"auto\" takes ([\d.]+) µs on average and `persistent` ([\d.]+) µs", README).groups()
     assert shown == (f"{mean['auto']:.1f}", f"{mean['persistent']:.1f}")
-    assert (judged.status == "PASSED").all() and set(judged.impl) == {*IMPLEMENTATIONS, "auto"}
+    assert (judged.status == "PASSED").all() and set(judged.impl) == {*published()} & {*IMPLEMENTATIONS, "auto"}
 
 
 def test_every_stage_is_listed_as_it_is():

@@ -13,7 +13,7 @@ def run():
 
 def test_the_published_run_is_whole(run):
     peers = {stage.name for stage in [*timing.peers(), *timing.yardsticks()]}
-    assert set(run.impl) == {*IMPLEMENTATIONS, "auto", *peers}
+    assert {"auto", *peers} <= set(run.impl) <= {*IMPLEMENTATIONS, "auto", *peers}  # test_readme says which stages
     uuids = {case.uuid for case in suite.cases()}
     for impl, rows in run.groupby("impl"):
         assert set(rows.uuid) == uuids and len(rows) == len(uuids), impl
@@ -60,9 +60,9 @@ def test_exact_is_as_exact_as_fp32():
     assert worst["exact"] <= worst["torch_fp32"]
 
 
-def test_what_is_recorded_of_the_host_reads():
+def test_what_is_recorded_of_the_host_reads(run):
     host = records.recorded("host", records.HOST_COLUMNS)
-    assert {*IMPLEMENTATIONS, "auto"} <= set(host.impl) and (host.host_us > 0).all()
+    assert set(run.impl) - {stage.name for stage in timing.yardsticks()} <= set(host.impl) and (host.host_us > 0).all()
 
 
 def test_what_is_added_leaves_other_stages_rows(tmp_path, monkeypatch):

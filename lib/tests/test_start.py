@@ -36,3 +36,9 @@ def test_after_triton_it_says_what_to_do():
 def test_a_gpu_that_cuda_cannot_use_is_an_error():
     found = python(PRETEND_NVIDIA + "import qkvlab")
     assert found.returncode and "there is an NVIDIA device here" in found.stderr and "driver" in found.stderr
+
+
+@without_gpu
+def test_asking_for_a_gpu_that_is_not_there_is_one_sentence():
+    found = python("from qkvlab import hardware; hardware.device()", TRITON_INTERPRET="0")
+    assert found.returncode and "TRITON_INTERPRET is set" in found.stderr.splitlines()[-1]

@@ -90,6 +90,10 @@ def weights_kept_from_the_first_call(*inputs):
     return reference(inputs[0], *CACHE.setdefault("weights", tuple(weight.clone() for weight in inputs[1:4])), *inputs[4:])
 
 
+def first_result_again(*inputs):
+    return CACHE.setdefault("result", tuple(out.clone() for out in reference(*inputs)))
+
+
 def eps_ignored(*inputs):
     return reference(*inputs[:6], 1e-6)
 
@@ -118,10 +122,11 @@ def norm_weights_without_sign(*inputs):
 
 MUTANTS = {
     results_overwritten: "a later call wrote into the result of this one",
-    weights_kept_from_the_first_call: "a call with other inputs",
-    eps_ignored: "a call with other inputs, .* is wrong, worst at",
-    eps_outside_the_root: "a call with other inputs",
-    nan_where_rows_are_small: "a call with other inputs",
+    weights_kept_from_the_first_call: r"right at first, wrong with other inputs \(worst at",
+    first_result_again: r"wrong with other inputs \(the first call's result again\)",
+    eps_ignored: "wrong with eps = 0.01: is the eps used that is passed",
+    eps_outside_the_root: "wrong with eps = 0.01",
+    nan_where_rows_are_small: "wrong with other inputs",
     norm_weights_without_sign: "query_states",
     last_row_only: "value_states",
     norm_weights_swapped: "query_states",
@@ -167,6 +172,26 @@ def test_wrong_returns_are_refused():
         verify(lambda *inputs: oracle(*inputs).query_states, SHAPES)
     report = verify(lambda *inputs: oracle(*inputs), SHAPES)
     assert "is torch.float64" in str(report) and not report.passed
+
+
+def test_a_nan_is_not_taken_for_a_later_write():
+    report = verify(tail_skipped, SHAPES)
+    assert not report.passed and not report.table.verdict.str.contains("later call|other inputs|eps =").any(), report
+
+
+def test_what_is_wrong_beyond_the_shown_lines_is_counted():
+    report = verify(zeros, SHAPES, rounds=3)
+    assert "wrong in 9 of 9" in str(report) and str(report).splitlines()[-1].strip() == "and 3 more: see .table"
+
+
+def test_a_stage_by_name_is_no_function():
+    with pytest.raises(TypeError, match="expected something to call, got 'fused'"):
+        verify("fused", SHAPES)
+
+
+def test_results_elsewhere_are_named():
+    report = verify(lambda *inputs: tuple(out.to("meta") for out in reference(*inputs)), SHAPES)
+    assert not report.passed and "on meta, expected" in str(report)
 
 
 def test_no_case_is_no_pass():

@@ -127,6 +127,7 @@ def prepare(kernel, grid, *args, stream=None, **meta):
     if device.type not in (_RUNS_ON, "cuda"):
         raise UnsupportedError(f"in this process kernels run on {_RUNS_ON}, and the tensors are on {device}")
     if _RUNS_ON == "cpu":
+        _refuse_specialised(kernel, args)
         return partial(kernel[grid], *args, **meta)
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
@@ -181,10 +182,15 @@ def _on_its_device(device, queue):
 
 def _refuse_specialised(kernel, args):
     """Raise TypeError if a size would be compiled into the kernel by its value, which another call may not share."""
-    for param, arg in zip(kernel.params, args):
-        if isinstance(arg, int) and not param.do_not_specialize:
+    if hasattr(kernel, "params"):
+        general = {param.name for param in kernel.params if param.do_not_specialize}
+    else:  # the interpreter's, which specialises nothing, and only keeps what the decorator was told
+        told = kernel.kwargs.get("do_not_specialize") or ()
+        general = {kernel.arg_names[name] if isinstance(name, int) else name for name in told}
+    for name, arg in zip(kernel.arg_names, args):
+        if isinstance(arg, int) and name not in general:
             raise TypeError(
-                f"{kernel.fn.__name__}: write @triton.jit(do_not_specialize=[{param.name!r}]), as a compiled kernel is reused"
+                f"{kernel.fn.__name__}: write @triton.jit(do_not_specialize=[{name!r}]), as a compiled kernel is reused"
             )
 
 
