@@ -128,7 +128,9 @@ def submit(options):
     except ValueError as wrong:
         print(wrong)
         return 2
-    print(f"{options.stage}, style {options.style}: wrote {submission.tables.shown(path)} and {submission.tables.shown(path.parent / 'problem')}/")
+    print(
+        f"{options.stage}, style {options.style}: wrote {submission.tables.shown(path)} and {submission.tables.shown(path.parent / 'problem')}/"
+    )
     return 0
 
 

@@ -209,7 +209,9 @@ def _judge(out, expected, case, faults):
     lab = not reasons
     if not board:
         reasons.append("fails the board's rule")
+    if reasons != faults or not reasons:  # values are right where there are only other faults
+        reasons.append(where)
     return {
         "board": board, "lab": lab, "elements": out.numel(), "beyond": beyond, "worst_error": worst, "worst_index": index,
-        "worst_value": value, "worst_expected": wanted, "relative_error": relative, "verdict": "; ".join([*reasons, where]),
+        "worst_value": value, "worst_expected": wanted, "relative_error": relative, "verdict": "; ".join(reasons),
     }  # fmt: skip

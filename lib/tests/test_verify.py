@@ -67,6 +67,11 @@ def aliased(*inputs):
     return query, key, key
 
 
+def right_and_interleaved(*inputs):
+    query, key, value = reference(*inputs)
+    return *torch.stack([query, key], dim=-1).unbind(-1), value
+
+
 def infinite(*inputs):
     out = reference(*inputs)
     out.query_states[0, 0, 0, 0] = float("inf")
@@ -177,6 +182,11 @@ def test_wrong_returns_are_refused():
 def test_a_nan_is_not_taken_for_a_later_write():
     report = verify(tail_skipped, SHAPES)
     assert not report.passed and not report.table.verdict.str.contains("later call|other inputs|eps =").any(), report
+
+
+def test_right_values_in_shared_memory_are_not_called_worst():
+    report = verify(right_and_interleaved, SHAPES)
+    assert "shares memory" in str(report) and "worst at" not in str(report)
 
 
 def test_what_is_wrong_beyond_the_shown_lines_is_counted():
