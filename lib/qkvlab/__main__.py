@@ -57,7 +57,7 @@ def report(options):
         stages = [stage for stage in right if stage in api.contenders()]
         records.save(timing.bench(stages, [suite.case(1, m) for m in BETWEEN]), "between")
         rows = timing.bench([*right, *timing.yardsticks()])
-        print(f"measured on this {hardware.gpu_name()}, written to {records.tables.shown(records.save(rows))}")
+        print(f"measured on this {hardware.gpu_name()}, written to {tables.shown(records.save(rows))}")
     else:
         rows = records.newest()
         print(

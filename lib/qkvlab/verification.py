@@ -85,10 +85,10 @@ def check_steadiness(fn, inputs, case):
     Finds results that a later call overwrites, values kept from an earlier one, and an eps that is not what is passed.
     """
     rows, outputs = _checked(fn, inputs, case)
+    if not all(map(_comparable, outputs, problem.empty_outputs(inputs.hidden_states))):
+        return rows
     other = suite.make_inputs(case.batch_size, case.seq_len, device=inputs.hidden_states.device, seed=case.m)
     other = other._replace(hidden_states=other.hidden_states / 16)
-    if not all(map(_comparable, outputs, oracle(*other))):
-        return rows
     kept = [out.clone() for out in outputs]
     asked = {"other inputs": other, "eps = 0.01: is the eps used that is passed, inside the root?": other._replace(eps=1e-2)}
     for what, given in asked.items():

@@ -10,7 +10,7 @@ from qkvlab import IMPLEMENTATIONS, make_inputs, oracle, verification
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 stages = pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "auto"])
-SHAPE = (3, 683)  # rows beyond what persistent casts in its first launch, on up to 168 multiprocessors; a tile of one row
+SHAPE = (3, 683)  # rows beyond what persistent casts in its first launch, on up to 192 multiprocessors; a tile of one row
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,10 @@
 As in pair, everything is cast to scaled fp16 first, but of hidden_states only the rows of two waves of tiles. The second
 launch, queued behind it by programmatic dependent launch, keeps one CTA on every multiprocessor and divides its warps:
 one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, three cast the rows of hidden_states beyond those,
-if there are any, before their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps normalise and store the
-other in eight pieces, one every second step of K, so that stores leave over half of a tile's time and not in a burst.
-They leave from registers, 16 bytes a thread: a tensor map deals the columns so that a thread has neighbours.
+if there are any, before their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps
+normalise and store the other in eight pieces, one every second step of K, so that stores leave over half of a tile's time
+and not in a burst. They leave from registers, 16 bytes a thread: a tensor map deals the columns so that a thread has
+neighbours.
 
 No CTA waits for one that may not be running: rows to cast are taken from a queue by whoever is there. The queue's
 counters and the cast rows belong to the call.
@@ -188,12 +189,6 @@ def dealt(o):
 
 
 @gluon.jit
-def times_columns(b, s_columns):
-    """b [BLOCK_M, STORED] times a row of STORED numbers in shared memory."""
-    return b * s_columns.load(gl.SliceLayout(0, wgmma_layout(STORED)))[None, :]
-
-
-@gluon.jit
 def unscale_quarter(b, b_row_unscale, s_unscale):
     """b [BLOCK_M, STORED] as it would be of operands that were not scaled.
 
@@ -239,8 +234,8 @@ def store_quarter(b, b_rstd, s_norm, out, i_head, i_row, M, i_column: gl.constex
     IN_ORDER: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [16 * WARPS, STORED]
     )  # fmt: skip
-    b_out = times_columns(b * b_rstd[:, None], s_norm).reshape([b.shape[0], STORED // 16, 2, 4, 2])
-    b_out = b_out.permute((0, 1, 3, 2, 4)).reshape([b.shape[0], STORED])
+    b_out = b * b_rstd[:, None] * s_norm.load(gl.SliceLayout(0, wgmma_layout(STORED)))[None, :]
+    b_out = b_out.reshape([b.shape[0], STORED // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([b.shape[0], STORED])
     b_out = gl.convert_layout(b_out, IN_ORDER, assert_trivial=True)
     o_row = i_row + gl.arange(0, b.shape[0], layout=gl.SliceLayout(1, IN_ORDER))
     o_column = i_head % HEADS * D + i_column + gl.arange(0, STORED, layout=gl.SliceLayout(0, IN_ORDER))
@@ -393,8 +388,8 @@ def persistent_kernel(
         mbarrier.init(full.index(i_slot), count=1)
         mbarrier.init(empty.index(i_slot), count=1)
     fence_async_shared()
-    # Each of these waits for the first launch by itself, once it has set up what it can without.
     buffers = (s_x, s_w, full, empty)
+    # Each of these waits for the first launch by itself, once it has set up what it can without.
     gl.warp_specialize([
         (multiplying_warps, (q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
         (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
