@@ -8,6 +8,8 @@ import pytest
 
 from qkvlab.kernels import launch
 
+GRIDS = (4,), (132,)
+
 
 class Result(IntEnum):
     SUCCESS = 0
@@ -88,7 +90,7 @@ def plans(driver, queued):
 def test_the_executable_graph_is_kept_and_nothing_else(driver):
     graph, queued = launch._Graph(), []
     for _ in range(3):
-        graph.launch(0, plans(driver, queued))
+        graph.launch(0, GRIDS, plans(driver, queued))
     assert queued == [0, 1] * 3
     assert len(set(driver.launched)) == 1 and len(driver.launched) == 3
     assert len(driver.executables) == 1 and not driver.graphs and not driver.capturing
@@ -96,10 +98,27 @@ def test_the_executable_graph_is_kept_and_nothing_else(driver):
 
 def test_what_cannot_be_updated_is_made_anew(driver):
     graph = launch._Graph()
-    graph.launch(0, plans(driver, []))
+    graph.launch(0, GRIDS, plans(driver, []))
     driver.update = Result.FAILED
-    graph.launch(0, plans(driver, []))
+    graph.launch(0, GRIDS, plans(driver, []))
     assert len(set(driver.launched)) == 2 and len(driver.executables) == 1 and not driver.graphs
+
+
+def test_other_grids_have_an_executable_graph_of_their_own(driver):
+    graph = launch._Graph()
+    for grids in (GRIDS, ((8,), (132,)), GRIDS):
+        graph.launch(0, grids, plans(driver, []))
+    first, other, again = driver.launched
+    assert first == again != other
+
+
+def test_there_are_not_more_than_so_many_executable_graphs_and_the_last_used_stay(driver):
+    graph = launch._Graph()
+    for i in [*range(graph.MOST), 0, graph.MOST, 0, 1]:
+        graph.launch(0, ((i,),), plans(driver, []))
+    assert len(driver.executables) == graph.MOST
+    *first, again, beyond, still, lost = driver.launched
+    assert first[0] == again == still and beyond == first[1] and lost == first[2]
 
 
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
@@ -112,13 +131,13 @@ def test_a_failure_leaves_no_capture_behind(driver, failure):
 
     graph, queued = launch._Graph(), []
     with pytest.raises(failure):
-        graph.launch(0, [*plans(driver, []), fails])
+        graph.launch(0, GRIDS, [*plans(driver, []), fails])
     assert not driver.capturing and not driver.graphs and not driver.launched
-    graph.launch(0, plans(driver, queued))
+    graph.launch(0, GRIDS, plans(driver, queued))
     assert queued == [0, 1] and len(driver.launched) == 1
 
 
 def test_an_error_of_the_driver_is_named(driver):
     driver.capturing = True
     with pytest.raises(RuntimeError, match="cuStreamBeginCapture: FAILED"):
-        launch._Graph().launch(0, plans(SimpleNamespace(capturing=False), []))
+        launch._Graph().launch(0, GRIDS, plans(SimpleNamespace(capturing=False), []))

@@ -52,9 +52,9 @@ def launch(kernel, grid, *args, **meta):
 def launch_together(device, *plans):
     """Queue several launches on a device's current stream, by one call to the driver: the host cannot come late with the second.
 
-    plans: partial(prepare, kernel, grid, *args, **meta) each. What a stream keeps is the executable graph; each call captures
-    anew, updates it with what was captured, and launches it. Where the stream itself is being captured, where kernels run on
-    the CPU or are only planned, and before Triton 3.7, they are queued one after the other.
+    plans: partial(prepare, kernel, grid, *args, **meta) each. What a stream keeps is executable graphs, one for the same grids;
+    each call captures anew, updates that one with what was captured, and launches it. Where the stream itself is being captured,
+    where kernels run on the CPU or are only planned, and before Triton 3.7, they are queued one after the other.
     """
     if device.type == _RUNS_ON == "cuda" and not recorder and hasattr(triton.runtime.driver.active.utils, "launch"):
         if device.index != torch.cuda.current_device():
@@ -64,18 +64,24 @@ def launch_together(device, *plans):
             _bind_context(device.index)
             key = (device.index, torch.cuda.current_stream(device).cuda_stream, *(plan.args[0].fn for plan in plans))
             graph = _graphs.get(key) or _graphs.setdefault(key, _Graph())
-            return graph.launch(key[1], plans)
+            return graph.launch(key[1], tuple(plan.args[1] for plan in plans), plans)
     for queue in [plan() for plan in plans]:
         queue()
 
 
 class _Graph:
-    """Launches of the same kernels on the same stream: the executable graph, and the stream on which the next is captured."""
+    """Launches of the same kernels on the same stream: the executable graphs, and the stream on which the next is captured.
+
+    One that is updated to other grids stays about 1 µs slower (data/trials, "executable graphs"), so each has its own, up to
+    MOST; then the one that was used longest ago is updated.
+    """
+
+    MOST = 32
 
     def __init__(self):
         from cuda.bindings import driver  # comes with PyTorch for CUDA
 
-        self.driver, self.executable, self.lock = driver, None, threading.Lock()
+        self.driver, self.executables, self.lock = driver, {}, threading.Lock()
         # Of its own, so that nothing else is captured; torch's streams are shared.
         self.apart = self.ask(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
@@ -85,19 +91,22 @@ class _Graph:
             raise RuntimeError(f"{function.__name__}: {error.name}")
         return answer[0] if answer else None
 
-    def launch(self, stream, plans):
+    def launch(self, stream, grids, plans):
         driver, ask = self.driver, self.ask
         queues = [plan(stream=int(self.apart)) for plan in plans]
         with self.lock:
             graph = self.capture(queues)
             try:
-                if self.executable and driver.cuGraphExecUpdate(self.executable, graph)[0]:
-                    ask(driver.cuGraphExecDestroy, self.executable)
-                    self.executable = None
-                self.executable = self.executable or ask(driver.cuGraphInstantiate, graph, 0)
+                executable = self.executables.pop(grids, None)
+                if executable is None and len(self.executables) == self.MOST:
+                    executable = self.executables.pop(next(iter(self.executables)))
+                if executable and driver.cuGraphExecUpdate(executable, graph)[0]:
+                    ask(driver.cuGraphExecDestroy, executable)
+                    executable = None
+                self.executables[grids] = executable or ask(driver.cuGraphInstantiate, graph, 0)
             finally:
                 ask(driver.cuGraphDestroy, graph)
-            ask(driver.cuGraphLaunch, self.executable, stream)
+            ask(driver.cuGraphLaunch, self.executables[grids], stream)
 
     def capture(self, queues):
         """The graph of what they queue. Relaxed: garbage may be collected meanwhile, and memory freed, which has no part in it."""
