@@ -14,9 +14,9 @@ class TableError(ValueError):
 
 
 def shown(path):
-    """`path` as a reader of the checkout knows it: relative to the top level."""
+    """`path`, in words, as a reader of the checkout knows it: relative to the top level."""
     path = Path(path).resolve()
-    return path.relative_to(DATA.parent) if path.is_relative_to(DATA.parent) else path
+    return str(path.relative_to(DATA.parent) if path.is_relative_to(DATA.parent) else path)
 
 
 def existing(path):

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from qkvlab import IMPLEMENTATIONS, api, plots, records, sol, suite, tables, timing, tuned
+from qkvlab import IMPLEMENTATIONS, __main__, api, hardware, plots, records, sol, suite, tables, timing, tuned
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +141,12 @@ def test_roofline_draws_every_roof(run):
         and sum("TFLOP/s" in text for text in texts) == 3
         and sum("measured" in text for text in texts) == 4
     )
+
+
+def test_a_report_without_a_gpu_draws_what_is_on_record(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(hardware, "device", lambda: "cpu")
+    monkeypatch.setattr(records, "figure", lambda name: tmp_path / f"{name}.png")
+    assert __main__.report(None) == 0
+    said = capsys.readouterr().out
+    assert {path.stem for path in tmp_path.iterdir()} == {"latency_vs_sol", "roofline", "leaderboard"}
+    assert all(str(path) in said for path in tmp_path.iterdir()) and "auto" in said
