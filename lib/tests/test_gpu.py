@@ -7,6 +7,7 @@ import torch
 
 import qkvlab
 from qkvlab import IMPLEMENTATIONS, make_inputs, oracle, verification
+from qkvlab.kernels import launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 stages = pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "auto"])
@@ -54,8 +55,11 @@ def test_calls_in_flight_on_two_streams_share_nothing(impl):
 
 
 @stages
-def test_calls_queued_behind_each_other_keep_their_own_arguments(impl):
-    several = [make_inputs(2, seq_len, device="cuda", seed=seq_len) for seq_len in (5, 1031, 64)]
+@pytest.mark.parametrize("most", [1, 32])
+def test_calls_queued_behind_each_other_keep_their_own_arguments(impl, most, monkeypatch):
+    monkeypatch.setattr(launch, "_graphs", {})
+    monkeypatch.setattr(launch._Graph, "MOST", most)  # executable graphs: with 1 it is updated while calls before are queued
+    several = [make_inputs(2, seq_len, device="cuda", seed=seed) for seed, seq_len in enumerate((5, 1031, 64, 1031))]
     wanted = [qkvlab.qkv_rmsnorm(*inputs, impl=impl) for inputs in several]
     busy = torch.empty(2**28, device="cuda")
     for _ in range(3):

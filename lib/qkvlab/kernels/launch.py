@@ -22,6 +22,7 @@ from ..problem import UnsupportedError
 
 _compiled = {}
 _graphs = {}
+_making = threading.Lock()
 recorder = None  # while qkvlab.aot plans launches, called in their place; it has the target's `capability`
 _RUNS_ON = "cpu" if triton.knobs.runtime.interpret else "cuda"  # decided when the kernels are defined
 _TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 of the CUDA driver API
@@ -52,9 +53,10 @@ def launch(kernel, grid, *args, **meta):
 def launch_together(device, *plans):
     """Queue several launches on a device's current stream, by one call to the driver: the host cannot come late with the second.
 
-    plans: partial(prepare, kernel, grid, *args, **meta) each. What a stream keeps is executable graphs, one for the same grids;
-    each call captures anew, updates that one with what was captured, and launches it. Where the stream itself is being captured,
-    where kernels run on the CPU or are only planned, and before Triton 3.7, they are queued one after the other.
+    plans: partial(prepare, kernel, grid, *args, **meta) each. What a stream keeps is executable graphs, one for the same
+    grids and meta; each call captures anew, updates that one with what was captured, or makes it, and launches it. Where the
+    stream itself is being captured, where kernels run on the CPU or are only planned, and before Triton 3.7, they are queued one
+    after the other.
     """
     if device.type == _RUNS_ON == "cuda" and not recorder and hasattr(triton.runtime.driver.active.utils, "launch"):
         if device.index != torch.cuda.current_device():
@@ -63,8 +65,9 @@ def launch_together(device, *plans):
         if not torch.cuda.is_current_stream_capturing():
             _bind_context(device.index)
             key = (device.index, torch.cuda.current_stream(device).cuda_stream, *(plan.args[0].fn for plan in plans))
-            graph = _graphs.get(key) or _graphs.setdefault(key, _Graph())
-            return graph.launch(key[1], tuple(plan.args[1] for plan in plans), plans)
+            with _making:  # of several first calls at once each would make a stream
+                graph = _graphs[key] = _graphs.get(key) or _Graph()
+            return graph.launch(key[1], tuple((*plan.args[1], *plan.keywords.values()) for plan in plans), plans)
     for queue in [plan() for plan in plans]:
         queue()
 
@@ -72,8 +75,8 @@ def launch_together(device, *plans):
 class _Graph:
     """Launches of the same kernels on the same stream: the executable graphs, and the stream on which the next is captured.
 
-    One that is updated to other grids stays about 1 µs slower (data/trials, "executable graphs"), so each has its own, up to
-    MOST; then the one that was used longest ago is updated.
+    One that was updated to other grids stays slower, by 0.3 µs (pair) to 1.4 (persistent; data/trials, "executable graphs"). So
+    launches of one form, the same grids and meta, have their own, up to MOST; then the one that was used longest ago is updated.
     """
 
     MOST = 32
@@ -91,22 +94,22 @@ class _Graph:
             raise RuntimeError(f"{function.__name__}: {error.name}")
         return answer[0] if answer else None
 
-    def launch(self, stream, grids, plans):
+    def launch(self, stream, form, plans):
         driver, ask = self.driver, self.ask
         queues = [plan(stream=int(self.apart)) for plan in plans]
         with self.lock:
             graph = self.capture(queues)
             try:
-                executable = self.executables.pop(grids, None)
-                if executable is None and len(self.executables) == self.MOST:
+                executable = self.executables.pop(form, None)
+                if len(self.executables) == self.MOST:
                     executable = self.executables.pop(next(iter(self.executables)))
                 if executable and driver.cuGraphExecUpdate(executable, graph)[0]:
                     ask(driver.cuGraphExecDestroy, executable)
                     executable = None
-                self.executables[grids] = executable or ask(driver.cuGraphInstantiate, graph, 0)
+                self.executables[form] = executable or ask(driver.cuGraphInstantiate, graph, 0)
             finally:
                 ask(driver.cuGraphDestroy, graph)
-            ask(driver.cuGraphLaunch, self.executables[grids], stream)
+            ask(driver.cuGraphLaunch, self.executables[form], stream)
 
     def capture(self, queues):
         """The graph of what they queue. Relaxed: garbage may be collected meanwhile, and memory freed, which has no part in it."""
@@ -126,7 +129,8 @@ class _Graph:
 def prepare(kernel, grid, *args, stream=None, **meta):
     """As launch, up to the launch itself: a function without arguments that queues it.
 
-    stream: a handle; without it, the stream that is current now. The arguments' tensors must live until it is queued.
+    stream: a handle other than 0, from Triton 3.7 on; without it, the stream that is current now. The arguments' tensors must
+    live until it is queued.
     """
     if recorder:
         _refuse_specialised(kernel, args)
