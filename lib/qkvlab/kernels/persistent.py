@@ -4,9 +4,11 @@ As in pair, everything is cast to scaled fp16 first, but of hidden_states only t
 launch, queued behind it by programmatic dependent launch, keeps one CTA on every multiprocessor and divides its warps:
 one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, three cast the rows of hidden_states beyond those,
 if there are any, before their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps
-normalise and store the other in eight pieces, one every second step of K, so that stores leave over half of a tile's time
-and not in a burst. They leave from registers, 16 bytes a thread: a tensor map deals the columns so that a thread has
-neighbours.
+finish the other: its scales and norm in four pieces, then its stores in eight, one every step of K, so that they leave
+over half of a tile's time and not in a burst. They leave from registers, 16 bytes a thread: a tensor map deals the columns
+so that a thread has neighbours.
+
+The code is 58 KB. What grows beyond some 70 takes 4 microseconds more, whether it runs or not.
 
 No CTA waits for one that may not be running: rows to cast are taken from a queue by whoever is there. The queue's
 counters and the cast rows belong to the call.
@@ -47,33 +49,35 @@ def heuristic(M, device):
 # --- casting ---------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit
-def cast_rows(
-    x, q_weight, k_weight, v_weight, cast, unscale,
-    i_row, M,
-    K: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, EVICTION: gl.constexpr,
-):  # fmt: skip
-    """Rows i_row... of cast [3 * N + M, K] fp16 and of unscale [3 * N + M] fp32: those of the weights [N, K], then those of x [M, K].
+@gluon.constexpr_function
+def row_layout(warps):
+    """A row to a warp, 8 neighbours to a thread."""
+    return gl.BlockedLayout([1, 8], [1, 32], [warps, 1], [1, 0])
 
-    Scaled as in pair, but that an inf counts as 2^128: it stays inf, and the small elements of its row become 0.
+
+@gluon.jit
+def load_rows(source, i_row, end, K: gl.constexpr, ROWS: gl.constexpr, EVICTION: gl.constexpr):
+    """Rows i_row... of source [..., K] fp32; from row `end` on the one before it, which store_cast leaves out."""
+    o_row = i_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_layout(gl.num_warps())))
+    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, row_layout(gl.num_warps())))
+    p_row = source + gl.minimum(o_row, end - 1).to(gl.int64)[:, None] * K + o_k[None, :]
+    return gl.load(p_row, eviction_policy=EVICTION)
+
+
+@gluon.jit
+def store_cast(b_row, cast, unscale, i_row, end):
+    """Store b_row [ROWS, K] as rows i_row... of cast [..., K] fp16, scaled, and what undoes the scale in unscale [...] fp32; none from row `end` on.
+
+    A row is scaled by a power of four, until its largest element is between 2^13 and 2^15, and unscale is that power's
+    inverse root: see unscale_quarter. An inf counts as 2^128: it stays inf, and the small elements of its row become 0.
     """
-    source, i_source = x, i_row - 3 * N
-    if i_row < 3 * N:
-        source, i_source = q_weight, i_row % N
-        if i_row >= N:
-            source = k_weight
-        if i_row >= 2 * N:
-            source = v_weight
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    o_k = gl.arange(0, K, layout=gl.SliceLayout(0, L))
-    m_row = i_row + o_row < 3 * N + M
-    p_row = source + (i_source + o_row).to(gl.int64)[:, None] * K + o_k[None, :]
-    b_row = gl.load(p_row, mask=m_row[:, None], other=0.0, eviction_policy=EVICTION)
-    b_exponent = gl.maximum(gl.max(gl.maximum(b_row, -b_row), axis=1).to(gl.int32, bitcast=True) >> 23, 15)
-    b_scaled = b_row * ((268 - b_exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-    gl.store(cast + (i_row + o_row).to(gl.int64)[:, None] * K + o_k[None, :], b_scaled.to(gl.float16), mask=m_row[:, None])
-    gl.store(unscale + i_row + o_row, ((b_exponent - 14) << 23).to(gl.float32, bitcast=True), mask=m_row)
+    o_row = i_row + gl.arange(0, b_row.shape[0], layout=gl.SliceLayout(1, row_layout(gl.num_warps())))
+    o_k = gl.arange(0, b_row.shape[1], layout=gl.SliceLayout(0, row_layout(gl.num_warps())))
+    b_exponent = gl.maximum(gl.max(gl.abs(b_row), axis=1).to(gl.int32, bitcast=True) >> 23, 15)
+    b_root_exponent = (b_exponent + 114) >> 1
+    b_scaled = b_row * ((381 - 2 * b_root_exponent) << 23).to(gl.float32, bitcast=True)[:, None]
+    gl.store(cast + o_row.to(gl.int64)[:, None] * b_row.shape[1] + o_k[None, :], b_scaled.to(gl.float16), mask=(o_row < end)[:, None])
+    gl.store(unscale + o_row, (b_root_exponent << 23).to(gl.float32, bitcast=True), mask=o_row < end)
 
 
 @gluon.jit(do_not_specialize=["M", "counters"])
@@ -82,7 +86,7 @@ def first_rows_kernel(
     M, counters,
     K: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The first num_programs * ROWS rows of cast_rows; counter [counters] i32: zeros.
+    """The first num_programs * ROWS rows of cast [3 * N + M, K] and unscale: the weights [N, K], then x [M, K]; counter [counters] i32: zeros.
 
     What is read leaves the L2 first: this call does not read it again, and an L2 full of lines that are still to be written,
     as after the flush of a timed call, has room at once. What casting_warp reads stays as usual, which was faster (notebook 06).
@@ -91,7 +95,15 @@ def first_rows_kernel(
     i = gl.program_id(0)
     for i_counter in range(i, counters, gl.num_programs(0)):
         gl.store(counter + i_counter, 0)
-    cast_rows(x, q_weight, k_weight, v_weight, cast, unscale, i * ROWS, M, K, N, ROWS, "evict_first")
+    i_row = i * ROWS
+    source, i_source, end = x, i_row - 3 * N, M
+    if i_row < 3 * N:
+        source, i_source, end = q_weight, i_row % N, N
+        if i_row >= N:
+            source = k_weight
+        if i_row >= 2 * N:
+            source = v_weight
+    store_cast(load_rows(source, i_source, end, K, ROWS, "evict_first"), cast, unscale, i_row, 3 * N + M)
 
 
 @gluon.jit
@@ -137,19 +149,18 @@ def wait_for(counter, n):
 
 
 @gluon.jit
-def casting_warp(
-    x, q_weight, k_weight, v_weight, cast, unscale, counter,
-    M, first_rows,
-    K: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr,
-):  # fmt: skip
+def casting_warp(x, cast, unscale, counter, M, first_rows, K: gl.constexpr, WEIGHT_ROWS: gl.constexpr, BLOCK_M: gl.constexpr):
     """Rows of x from first_rows on, CASTING_ROWS at a time as counter[0] hands them out; counter[1 + i_m] counts those of a tile."""
     rows = gl.cdiv(M, BLOCK_M) * BLOCK_M  # those beyond M are counted too
     if first_rows < rows:
         gdc_wait()
         i_row = first_rows + take(counter) * CASTING_ROWS
+        b_row = load_rows(x, i_row, M, K, CASTING_ROWS, "")
         while i_row < rows:
             i_next = first_rows + take(counter) * CASTING_ROWS  # asked for before these are cast
-            cast_rows(x, q_weight, k_weight, v_weight, cast, unscale, 3 * N + i_row, M, K, N, CASTING_ROWS, "")
+            store_cast(b_row, cast, unscale, WEIGHT_ROWS + i_row, WEIGHT_ROWS + M)
+            if i_next < rows:
+                b_row = load_rows(x, i_next, M, K, CASTING_ROWS, "")  # on their way while to publish is to wait for these stores
             publish(counter + 1 + i_row // BLOCK_M, CASTING_ROWS)
             i_row = i_next
 
@@ -166,9 +177,7 @@ def wgmma_layout(columns):
 def quarters(b):
     """A block's columns in four; nothing moves."""
     b_left, b_right = halves(b)
-    b_0, b_1 = halves(b_left)
-    b_2, b_3 = halves(b_right)
-    return b_0, b_1, b_2, b_3
+    return halves(b_left) + halves(b_right)
 
 
 @gluon.jit
@@ -192,10 +201,11 @@ def dealt(o):
 def unscale_quarter(b, b_row_unscale, s_unscale):
     """b [BLOCK_M, STORED] as it would be of operands that were not scaled.
 
-    The smaller factor first: the product of the two may leave fp32's range where the result does not.
+    The factors of a row and a column may have a product that leaves fp32's range where the result does not. That of their
+    roots never leaves it, and applied twice it passes it only if the result does.
     """
-    b_row, b_column = b_row_unscale[:, None], s_unscale.load(gl.SliceLayout(0, wgmma_layout(STORED)))[None, :]
-    return b * gl.minimum(b_row, b_column) * gl.maximum(b_row, b_column)
+    b_root = b_row_unscale[:, None] * s_unscale.load(gl.SliceLayout(0, wgmma_layout(STORED)))[None, :]
+    return b * b_root * b_root
 
 
 @gluon.jit
@@ -229,18 +239,30 @@ def result_of(q, k, v, i_proj):
 
 
 @gluon.jit
-def store_quarter(b, b_rstd, s_norm, out, i_head, i_row, M, i_column: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr):
-    """Normalise and store BLOCK_M rows by STORED columns, from column i_column of a head. Nothing moves between threads."""
+def alternated(b, b_rstd, s_norm):
+    """A quarter's two halves, normalised, as IN_ORDER; odd rows of the two have changed places.
+
+    A warp stores 64 bytes of each of eight rows at once. Were they the same half of their lines, they would meet in
+    the same banks of the L1.
+    """
     IN_ORDER: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0], [0, 16]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [16 * WARPS, STORED]
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [16 * WARPS, STORED // 2]
     )  # fmt: skip
     b_out = b * b_rstd[:, None] * s_norm.load(gl.SliceLayout(0, wgmma_layout(STORED)))[None, :]
-    b_out = b_out.reshape([b.shape[0], STORED // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([b.shape[0], STORED])
-    b_out = gl.convert_layout(b_out, IN_ORDER, assert_trivial=True)
-    o_row = i_row + gl.arange(0, b.shape[0], layout=gl.SliceLayout(1, IN_ORDER))
-    o_column = i_head % HEADS * D + i_column + gl.arange(0, STORED, layout=gl.SliceLayout(0, IN_ORDER))
-    p_out = out + o_row.to(gl.int64)[:, None] * (HEADS * D) + o_column[None, :]
-    gl.store(p_out, b_out, mask=(o_row < M)[:, None])
+    b_left, b_right = b_out.reshape([b.shape[0], 2, 2, 4, 2]).permute((0, 3, 2, 4, 1)).reshape([b.shape[0], STORED // 2, 2]).split()
+    b_left = gl.convert_layout(b_left, IN_ORDER, assert_trivial=True)
+    b_right = gl.convert_layout(b_right, IN_ORDER, assert_trivial=True)
+    odd = (gl.arange(0, b.shape[0], layout=gl.SliceLayout(1, IN_ORDER)) % 2 == 1)[:, None]
+    return gl.where(odd, b_right, b_left), gl.where(odd, b_left, b_right)
+
+
+@gluon.jit
+def store_half(b, out, i_head, i_row, M, i_column: gl.constexpr, RIGHT: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr):
+    """Store BLOCK_M rows by STORED // 2 columns: the left or RIGHT half of a head's quarter at i_column, in odd rows the other."""
+    o_row = i_row + gl.arange(0, b.shape[0], layout=gl.SliceLayout(1, b.type.layout))
+    o_column = i_head % HEADS * D + i_column + gl.arange(0, b.shape[1], layout=gl.SliceLayout(0, b.type.layout))
+    p_half = out + o_row.to(gl.int64) * (HEADS * D) + b.shape[1] * (o_row % 2 ^ RIGHT)
+    gl.store(p_half[:, None] + o_column[None, :], b, mask=(o_row < M)[:, None])
 
 
 @gluon.jit
@@ -280,7 +302,7 @@ def multiplying_warps(
     s_unscale.store(gl.zeros([D], gl.float32, COLUMNS))
     s_norm.store(gl.zeros([D], gl.float32, COLUMNS))
     b_done = gl.zeros([BLOCK_M, D], gl.float32, wgmma_layout(D))
-    b_0, b_1, b_2, b_3 = quarters(b_done)
+    quarter = quarters(b_done)
     i_before, i_slot, phase = gl.to_tensor(-1), gl.to_tensor(0), gl.to_tensor(0)
     gdc_wait()
     for i_tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -291,47 +313,39 @@ def multiplying_warps(
         b_w_unscale = gl.load(unscale + i_head * D + o_column)
         b_norm = norm_of(q_norm_weight, k_norm_weight, i_head // HEADS, o_column)
         b_acc = warpgroup_mma_init(b_done)
+        b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
         for i_piece in gl.static_range(K // BLOCK_K // 2):
             b_acc = queue_products(b_acc, i_slot, phase, buffers, i_piece > 0)
+            if i_piece >= 4:
+                b_left, b_right = alternated(quarter[i_piece - 4], b_rstd, s_norm.slice(STORED * (i_piece - 4), STORED))
+                store_half(b_left, out, i_done_head, i_done_row, M, STORED * (i_piece - 4), 0, HEADS, D)
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
             b_acc = queue_products(b_acc, i_slot, phase, buffers, True)
-            if i_piece == 0:
-                b_0 = unscale_quarter(b_0, b_unscale, s_unscale.slice(0, 32))
-                b_squares = gl.sum(b_0 * b_0, axis=1)
-            if i_piece == 1:
-                b_1 = unscale_quarter(b_1, b_unscale, s_unscale.slice(32, 32))
-                b_squares += gl.sum(b_1 * b_1, axis=1)
-            if i_piece == 2:
-                b_2 = unscale_quarter(b_2, b_unscale, s_unscale.slice(64, 32))
-                b_squares += gl.sum(b_2 * b_2, axis=1)
+            if i_piece < 4:
+                b_quarter = unscale_quarter(quarter[i_piece], b_unscale, s_unscale.slice(STORED * i_piece, STORED))
+                quarter = quarter[:i_piece] + (b_quarter,) + quarter[i_piece + 1 :]
+                b_squares += gl.sum(b_quarter * b_quarter, axis=1)
+            else:
+                store_half(b_right, out, i_done_head, i_done_row, M, STORED * (i_piece - 4), 1, HEADS, D)
             if i_piece == 3:
-                b_3 = unscale_quarter(b_3, b_unscale, s_unscale.slice(96, 32))
-                b_rstd = inverse_rms(b_squares + gl.sum(b_3 * b_3, axis=1), i_done_head // HEADS, eps, D)
-            if i_piece == 4:
-                store_quarter(b_0, b_rstd, s_norm.slice(0, 32), out, i_done_head, i_done_row, M, 0, HEADS, D)
-            if i_piece == 5:
-                store_quarter(b_1, b_rstd, s_norm.slice(32, 32), out, i_done_head, i_done_row, M, 32, HEADS, D)
-            if i_piece == 6:
-                store_quarter(b_2, b_rstd, s_norm.slice(64, 32), out, i_done_head, i_done_row, M, 64, HEADS, D)
-            if i_piece == 7:
-                store_quarter(b_3, b_rstd, s_norm.slice(96, 32), out, i_done_head, i_done_row, M, 96, HEADS, D)
+                b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
         s_unscale.store(b_w_unscale)
         b_unscale = b_row_unscale
         s_norm.store(b_norm)
         b_done = warpgroup_mma_wait(0, deps=[b_acc])
-        b_0, b_1, b_2, b_3 = quarters(b_done)
+        quarter = quarters(b_done)
         out, i_done_row, i_done_head = result_of(q, k, v, i_head // HEADS), i_row, i_head
-    b_0 = unscale_quarter(b_0, b_unscale, s_unscale.slice(0, 32))
-    b_1 = unscale_quarter(b_1, b_unscale, s_unscale.slice(32, 32))
-    b_2 = unscale_quarter(b_2, b_unscale, s_unscale.slice(64, 32))
-    b_3 = unscale_quarter(b_3, b_unscale, s_unscale.slice(96, 32))
-    b_squares = gl.sum(b_0 * b_0 + b_1 * b_1 + b_2 * b_2 + b_3 * b_3, axis=1)
+    b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
+    for i_quarter in gl.static_range(4):
+        b_quarter = unscale_quarter(quarter[i_quarter], b_unscale, s_unscale.slice(STORED * i_quarter, STORED))
+        quarter = quarter[:i_quarter] + (b_quarter,) + quarter[i_quarter + 1 :]
+        b_squares += gl.sum(b_quarter * b_quarter, axis=1)
     b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
-    store_quarter(b_0, b_rstd, s_norm.slice(0, 32), out, i_done_head, i_done_row, M, 0, HEADS, D)
-    store_quarter(b_1, b_rstd, s_norm.slice(32, 32), out, i_done_head, i_done_row, M, 32, HEADS, D)
-    store_quarter(b_2, b_rstd, s_norm.slice(64, 32), out, i_done_head, i_done_row, M, 64, HEADS, D)
-    store_quarter(b_3, b_rstd, s_norm.slice(96, 32), out, i_done_head, i_done_row, M, 96, HEADS, D)
+    for i_quarter in gl.static_range(4):
+        b_left, b_right = alternated(quarter[i_quarter], b_rstd, s_norm.slice(STORED * i_quarter, STORED))
+        store_half(b_left, out, i_done_head, i_done_row, M, STORED * i_quarter, 0, HEADS, D)
+        store_half(b_right, out, i_done_head, i_done_row, M, STORED * i_quarter, 1, HEADS, D)
 
 
 @gluon.jit
@@ -367,7 +381,7 @@ def fetching_warp(
 @gluon.jit(do_not_specialize=["M", "first_rows"])
 def persistent_kernel(
     x_desc, w_desc,
-    q, k, v, x, q_weight, k_weight, v_weight, cast, unscale, q_norm_weight, k_norm_weight, counter,
+    q, k, v, x, cast, unscale, q_norm_weight, k_norm_weight, counter,
     M, first_rows, eps,
     K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -393,9 +407,9 @@ def persistent_kernel(
     gl.warp_specialize([
         (multiplying_warps, (q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
         (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
-        (casting_warp, (x, q_weight, k_weight, v_weight, cast, unscale, counter, M, first_rows, K, HEADS * D, BLOCK_M)),
-        (casting_warp, (x, q_weight, k_weight, v_weight, cast, unscale, counter, M, first_rows, K, HEADS * D, BLOCK_M)),
-        (casting_warp, (x, q_weight, k_weight, v_weight, cast, unscale, counter, M, first_rows, K, HEADS * D, BLOCK_M)),
+        (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M)),
+        (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M)),
+        (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M)),
     ], [1, 1, 1, 1], [88, 88, 88, 88])  # fmt: skip
 
 
@@ -437,7 +451,7 @@ def persistent(inputs, out, config=None):
         TensorDescriptor(cast[WEIGHT_ROWS:], (M, row), (row, 1), (config.BLOCK_M, columns), _layout(2)),
         # The same memory from its first row on, in an order of rows that deals the tile's columns.
         TensorDescriptor(cast, (WEIGHT_ROWS // 16, 2, 4, 2, row), (16 * row, 2 * row, 4 * row, row, 1), (HEAD_DIM // 16, 2, 4, 2, columns), _layout(5)),
-        *out, *inputs[:4], cast, unscale, *inputs[4:6], counter, M, first_rows, inputs.eps,
+        *out, states, cast, unscale, *inputs[4:6], counter, M, first_rows, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, BLOCK_M=config.BLOCK_M, BLOCK_K=config.BLOCK_K, STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=True,
     )  # fmt: skip
