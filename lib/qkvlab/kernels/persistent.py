@@ -76,7 +76,9 @@ def store_cast(b_row, cast, unscale, i_row, end):
     b_exponent = gl.maximum(gl.max(gl.abs(b_row), axis=1).to(gl.int32, bitcast=True) >> 23, 15)
     b_root_exponent = (b_exponent + 114) >> 1
     b_scaled = b_row * ((381 - 2 * b_root_exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-    gl.store(cast + o_row.to(gl.int64)[:, None] * b_row.shape[1] + o_k[None, :], b_scaled.to(gl.float16), mask=(o_row < end)[:, None])
+    gl.store(
+        cast + o_row.to(gl.int64)[:, None] * b_row.shape[1] + o_k[None, :], b_scaled.to(gl.float16), mask=(o_row < end)[:, None]
+    )
     gl.store(unscale + o_row, (b_root_exponent << 23).to(gl.float32, bitcast=True), mask=o_row < end)
 
 
@@ -249,7 +251,9 @@ def alternated(b, b_rstd, s_norm):
         [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [16 * WARPS, STORED // 2]
     )  # fmt: skip
     b_out = b * b_rstd[:, None] * s_norm.load(gl.SliceLayout(0, wgmma_layout(STORED)))[None, :]
-    b_left, b_right = b_out.reshape([b.shape[0], 2, 2, 4, 2]).permute((0, 3, 2, 4, 1)).reshape([b.shape[0], STORED // 2, 2]).split()
+    b_left, b_right = (
+        b_out.reshape([b.shape[0], 2, 2, 4, 2]).permute((0, 3, 2, 4, 1)).reshape([b.shape[0], STORED // 2, 2]).split()
+    )
     b_left = gl.convert_layout(b_left, IN_ORDER, assert_trivial=True)
     b_right = gl.convert_layout(b_right, IN_ORDER, assert_trivial=True)
     odd = (gl.arange(0, b.shape[0], layout=gl.SliceLayout(1, IN_ORDER)) % 2 == 1)[:, None]
@@ -316,6 +320,8 @@ def multiplying_warps(
         b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
         for i_piece in gl.static_range(K // BLOCK_K // 2):
             b_acc = queue_products(b_acc, i_slot, phase, buffers, i_piece > 0)
+            if i_piece == 4:
+                b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
             if i_piece >= 4:
                 b_left, b_right = alternated(quarter[i_piece - 4], b_rstd, s_norm.slice(STORED * (i_piece - 4), STORED))
                 store_half(b_left, out, i_done_head, i_done_row, M, STORED * (i_piece - 4), 0, HEADS, D)
@@ -327,8 +333,6 @@ def multiplying_warps(
                 b_squares += gl.sum(b_quarter * b_quarter, axis=1)
             else:
                 store_half(b_right, out, i_done_head, i_done_row, M, STORED * (i_piece - 4), 1, HEADS, D)
-            if i_piece == 3:
-                b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
         s_unscale.store(b_w_unscale)
         b_unscale = b_row_unscale
