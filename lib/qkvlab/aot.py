@@ -26,8 +26,8 @@ def compiled(stage, arch, shapes, config=None):
     """What `stage` (a name in IMPLEMENTATIONS) launches for each (batch_size, seq_len), compiled for `arch`.
 
     config: a launch.Config in the place of the stage's heuristic. Returns a DataFrame: stage, arch, batch_size, seq_len,
-    kernel, shared_bytes, registers, spill_bytes (stack frame and local memory), mma (the matrix instruction in the PTX,
-    '' if none). Raises ValueError for an unknown stage or arch, UnsupportedError where the stage does not run on the
+    kernel, shared_bytes, registers, spill_bytes (stack frame and local memory), code_bytes, mma (the matrix instruction in
+    the PTX, '' if none). Raises ValueError for an unknown stage or arch, UnsupportedError where the stage does not run on the
     arch, RuntimeError with the compiler's words.
     """
     if stage not in api.IMPLEMENTATIONS or arch not in ARCHITECTURES:
@@ -95,16 +95,17 @@ def _type(arg):
 
 
 def _resources(cubin):
-    """(registers, bytes of stack and local memory) of the one kernel in a cubin, by cuobjdump -res-usage."""
+    """(registers, bytes of stack and local memory, bytes of code) of the one kernel in a cubin, by cuobjdump."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         listing = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
+            [knobs.nvidia.cuobjdump.path, "-res-usage", "-elf", file.name], capture_output=True, text=True, check=True
         ).stdout
     use = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
-    return use["REG"], use["STACK"] + use["LOCAL"]
+    code = re.search(r"^ *\w+ +\w+ +(\w+) .* \.text\.\S+$", listing, re.MULTILINE)
+    return use["REG"], use["STACK"] + use["LOCAL"], int(code.group(1), 16)
 
 
 def main(ask):
@@ -119,11 +120,11 @@ def main(ask):
         key = (kernel.fn, *meta.items())
         if key not in seen:
             binary = _compile(kernel, args, meta, ask["arch"])
-            registers, spills = _resources(binary.asm["cubin"])
+            registers, spills, code = _resources(binary.asm["cubin"])
             mma = re.search(MMA[ask["arch"]], binary.asm["ptx"])
             seen[key] = {
                 "kernel": kernel.fn.__name__, "shared_bytes": binary.metadata.shared, "registers": registers,
-                "spill_bytes": spills, "mma": mma.group() if mma else "",
+                "spill_bytes": spills, "code_bytes": code, "mma": mma.group() if mma else "",
             }  # fmt: skip
         rows.append({"stage": ask["stage"], "arch": ask["arch"], "batch_size": batch_size, "seq_len": seq_len, **seen[key]})
     print(json.dumps({"launches": rows}))

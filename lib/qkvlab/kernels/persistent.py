@@ -8,7 +8,8 @@ finish the other: its scales and norm in four pieces, then its stores in eight, 
 over half of a tile's time and not in a burst. They leave from registers, 16 bytes a thread: a tensor map deals the columns
 so that a thread has neighbours.
 
-The code is 58 KB. What grows beyond some 70 takes 4 microseconds more, whether it runs or not.
+The code must stay small (tests/test_aot.py): beyond some size a call takes 4 microseconds more, whether what was added
+runs or not.
 
 No CTA waits for one that may not be running: rows to cast are taken from a queue by whoever is there. The queue's
 counters and the cast rows belong to the call.
@@ -38,7 +39,7 @@ from .launch import Config, launch_together, needs_wgmma, prepare, sm_count
 
 WARPS = gl.constexpr(8)  # that multiply: two warpgroups
 CASTING_ROWS = gl.constexpr(2)  # that a casting warp takes at a time: a row is 32 registers
-STORED = gl.constexpr(32)  # columns that are stored at a time, a quarter of a head
+QUARTER = gl.constexpr(32)  # of the columns of a head, which the epilogue takes at a time
 
 
 def heuristic(M, device):
@@ -201,12 +202,12 @@ def dealt(o):
 
 @gluon.jit
 def unscale_quarter(b, b_row_unscale, s_unscale):
-    """b [BLOCK_M, STORED] as it would be of operands that were not scaled.
+    """b [BLOCK_M, QUARTER] as it would be of operands that were not scaled.
 
     The factors of a row and a column may have a product that leaves fp32's range where the result does not. That of their
     roots never leaves it, and applied twice it passes it only if the result does.
     """
-    b_root = b_row_unscale[:, None] * s_unscale.load(gl.SliceLayout(0, wgmma_layout(STORED)))[None, :]
+    b_root = b_row_unscale[:, None] * s_unscale.load(gl.SliceLayout(0, wgmma_layout(QUARTER)))[None, :]
     return b * b_root * b_root
 
 
@@ -248,12 +249,12 @@ def alternated(b, b_rstd, s_norm):
     the same banks of the L1.
     """
     IN_ORDER: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [16 * WARPS, STORED // 2]
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [16 * WARPS, QUARTER // 2]
     )  # fmt: skip
-    b_out = b * b_rstd[:, None] * s_norm.load(gl.SliceLayout(0, wgmma_layout(STORED)))[None, :]
-    b_left, b_right = (
-        b_out.reshape([b.shape[0], 2, 2, 4, 2]).permute((0, 3, 2, 4, 1)).reshape([b.shape[0], STORED // 2, 2]).split()
-    )
+    b_out = b * b_rstd[:, None] * s_norm.load(gl.SliceLayout(0, wgmma_layout(QUARTER)))[None, :]
+    # Of a half's 16 places each of four threads has two and two, which follow each other (dealt).
+    b_out = b_out.reshape([b.shape[0], 2, 2, 4, 2]).permute((0, 3, 2, 4, 1)).reshape([b.shape[0], QUARTER // 2, 2])
+    b_left, b_right = b_out.split()
     b_left = gl.convert_layout(b_left, IN_ORDER, assert_trivial=True)
     b_right = gl.convert_layout(b_right, IN_ORDER, assert_trivial=True)
     odd = (gl.arange(0, b.shape[0], layout=gl.SliceLayout(1, IN_ORDER)) % 2 == 1)[:, None]
@@ -262,7 +263,7 @@ def alternated(b, b_rstd, s_norm):
 
 @gluon.jit
 def store_half(b, out, i_head, i_row, M, i_column: gl.constexpr, RIGHT: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr):
-    """Store BLOCK_M rows by STORED // 2 columns: the left or RIGHT half of a head's quarter at i_column, in odd rows the other."""
+    """Store BLOCK_M rows by QUARTER // 2 columns: the left or RIGHT half of a head's quarter at i_column, in odd rows the other."""
     o_row = i_row + gl.arange(0, b.shape[0], layout=gl.SliceLayout(1, b.type.layout))
     o_column = i_head % HEADS * D + i_column + gl.arange(0, b.shape[1], layout=gl.SliceLayout(0, b.type.layout))
     p_half = out + o_row.to(gl.int64) * (HEADS * D) + b.shape[1] * (o_row % 2 ^ RIGHT)
@@ -295,7 +296,7 @@ def multiplying_warps(
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Products for one of the CTA's tiles, and between them the epilogue of the tile before."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, wgmma_layout(STORED))
+    ROWS: gl.constexpr = gl.SliceLayout(1, wgmma_layout(QUARTER))
     COLUMNS: gl.constexpr = gl.BlockedLayout([D // 32], [32], [WARPS], [0])
     tiles = gl.cdiv(M, BLOCK_M) * (3 * HEADS)
     o_row = gl.arange(0, BLOCK_M, layout=ROWS)
@@ -323,16 +324,16 @@ def multiplying_warps(
             if i_piece == 4:
                 b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
             if i_piece >= 4:
-                b_left, b_right = alternated(quarter[i_piece - 4], b_rstd, s_norm.slice(STORED * (i_piece - 4), STORED))
-                store_half(b_left, out, i_done_head, i_done_row, M, STORED * (i_piece - 4), 0, HEADS, D)
+                b_left, b_right = alternated(quarter[i_piece - 4], b_rstd, s_norm.slice(QUARTER * (i_piece - 4), QUARTER))
+                store_half(b_left, out, i_done_head, i_done_row, M, QUARTER * (i_piece - 4), 0, HEADS, D)
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
             b_acc = queue_products(b_acc, i_slot, phase, buffers, True)
             if i_piece < 4:
-                b_quarter = unscale_quarter(quarter[i_piece], b_unscale, s_unscale.slice(STORED * i_piece, STORED))
+                b_quarter = unscale_quarter(quarter[i_piece], b_unscale, s_unscale.slice(QUARTER * i_piece, QUARTER))
                 quarter = quarter[:i_piece] + (b_quarter,) + quarter[i_piece + 1 :]
                 b_squares += gl.sum(b_quarter * b_quarter, axis=1)
             else:
-                store_half(b_right, out, i_done_head, i_done_row, M, STORED * (i_piece - 4), 1, HEADS, D)
+                store_half(b_right, out, i_done_head, i_done_row, M, QUARTER * (i_piece - 4), 1, HEADS, D)
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
         s_unscale.store(b_w_unscale)
         b_unscale = b_row_unscale
@@ -342,14 +343,14 @@ def multiplying_warps(
         out, i_done_row, i_done_head = result_of(q, k, v, i_head // HEADS), i_row, i_head
     b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
     for i_quarter in gl.static_range(4):
-        b_quarter = unscale_quarter(quarter[i_quarter], b_unscale, s_unscale.slice(STORED * i_quarter, STORED))
+        b_quarter = unscale_quarter(quarter[i_quarter], b_unscale, s_unscale.slice(QUARTER * i_quarter, QUARTER))
         quarter = quarter[:i_quarter] + (b_quarter,) + quarter[i_quarter + 1 :]
         b_squares += gl.sum(b_quarter * b_quarter, axis=1)
     b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
     for i_quarter in gl.static_range(4):
-        b_left, b_right = alternated(quarter[i_quarter], b_rstd, s_norm.slice(STORED * i_quarter, STORED))
-        store_half(b_left, out, i_done_head, i_done_row, M, STORED * i_quarter, 0, HEADS, D)
-        store_half(b_right, out, i_done_head, i_done_row, M, STORED * i_quarter, 1, HEADS, D)
+        b_left, b_right = alternated(quarter[i_quarter], b_rstd, s_norm.slice(QUARTER * i_quarter, QUARTER))
+        store_half(b_left, out, i_done_head, i_done_row, M, QUARTER * i_quarter, 0, HEADS, D)
+        store_half(b_right, out, i_done_head, i_done_row, M, QUARTER * i_quarter, 1, HEADS, D)
 
 
 @gluon.jit
@@ -393,7 +394,7 @@ def persistent_kernel(
 
     A program takes every num_programs-th tile; 24 neighbours share rows of x. counter: see casting_warp.
     """
-    gl.static_assert(BLOCK_M == 16 * WARPS and K // BLOCK_K == 16 and D == 4 * STORED)
+    gl.static_assert(BLOCK_M == 16 * WARPS and K // BLOCK_K == 16 and D == 4 * QUARTER)
     gl.static_assert(gl.num_warps() == WARPS)
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     s_w = gl.allocate_shared_memory(gl.float16, [STAGES, D, BLOCK_K], x_desc.layout)
