@@ -4,12 +4,12 @@ As in pair, everything is cast to scaled fp16 first, but of hidden_states only t
 launch, queued behind it by programmatic dependent launch, keeps one CTA on every multiprocessor and divides its warps:
 one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, three cast the rows of hidden_states beyond those,
 if there are any, before their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps
-finish the other: its scales and norm in four pieces, then its stores in eight, one every step of K, so that they leave
-over half of a tile's time and not in a burst. They leave from registers, 16 bytes a thread: a tensor map deals the columns
-so that a thread has neighbours.
+finish the other: they undo scales and sum squares in four pieces, every second step of K, then normalise and store in
+eight, one a step, so that stores are spread over the second half of a tile's time. Results leave from registers, 16 bytes a
+thread: a tensor map deals the columns so that a thread has neighbours.
 
-The code must stay small (tests/test_aot.py): beyond some size a call takes 4 microseconds more, whether what was added
-runs or not.
+The code must stay small (tests/test_aot.py): beyond some size a call takes 2 to 4 microseconds more, whether what was
+added runs or not.
 
 No CTA waits for one that may not be running: rows to cast are taken from a queue by whoever is there. The queue's
 counters and the cast rows belong to the call.
@@ -67,10 +67,9 @@ def load_rows(source, i_row, end, K: gl.constexpr, ROWS: gl.constexpr, EVICTION:
 
 @gluon.jit
 def store_cast(b_row, cast, unscale, i_row, end):
-    """Store b_row [ROWS, K] as rows i_row... of cast [..., K] fp16, scaled, and what undoes the scale in unscale [...] fp32; none from row `end` on.
+    """Store b_row [ROWS, K] as rows i_row... of cast [..., K] fp16, scaled, and in unscale [...] fp32 the root of what undoes that; none from row `end` on.
 
-    A row is scaled by a power of four, until its largest element is between 2^13 and 2^15, and unscale is that power's
-    inverse root: see unscale_quarter. An inf counts as 2^128: it stays inf, and the small elements of its row become 0.
+    A row is scaled by a power of four, until its largest element is between 2^13 and 2^15, or by 2^126 at most. An inf counts as 2^128: it stays inf, and the small elements of its row become 0.
     """
     o_row = i_row + gl.arange(0, b_row.shape[0], layout=gl.SliceLayout(1, row_layout(gl.num_warps())))
     o_k = gl.arange(0, b_row.shape[1], layout=gl.SliceLayout(0, row_layout(gl.num_warps())))
@@ -163,7 +162,7 @@ def casting_warp(x, cast, unscale, counter, M, first_rows, K: gl.constexpr, WEIG
             i_next = first_rows + take(counter) * CASTING_ROWS  # asked for before these are cast
             store_cast(b_row, cast, unscale, WEIGHT_ROWS + i_row, WEIGHT_ROWS + M)
             if i_next < rows:
-                b_row = load_rows(x, i_next, M, K, CASTING_ROWS, "")  # on their way while to publish is to wait for these stores
+                b_row = load_rows(x, i_next, M, K, CASTING_ROWS, "")  # on their way while publish waits for these stores
             publish(counter + 1 + i_row // BLOCK_M, CASTING_ROWS)
             i_row = i_next
 
@@ -204,8 +203,9 @@ def dealt(o):
 def unscale_quarter(b, b_row_unscale, s_unscale):
     """b [BLOCK_M, QUARTER] as it would be of operands that were not scaled.
 
-    The factors of a row and a column may have a product that leaves fp32's range where the result does not. That of their
-    roots never leaves it, and applied twice it passes it only if the result does.
+    What undoes the scales of a row and a column may have a product that leaves fp32's range where the result does not. The
+    product of the roots, which b_row_unscale and s_unscale hold, never does; multiplied by it twice, b leaves the range only
+    where the result does.
     """
     b_root = b_row_unscale[:, None] * s_unscale.load(gl.SliceLayout(0, wgmma_layout(QUARTER)))[None, :]
     return b * b_root * b_root
@@ -295,7 +295,7 @@ def multiplying_warps(
     K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Products for one of the CTA's tiles, and between them the epilogue of the tile before."""
+    """Products for each of the CTA's tiles, and between them the epilogue of the tile before."""
     ROWS: gl.constexpr = gl.SliceLayout(1, wgmma_layout(QUARTER))
     COLUMNS: gl.constexpr = gl.BlockedLayout([D // 32], [32], [WARPS], [0])
     tiles = gl.cdiv(M, BLOCK_M) * (3 * HEADS)
