@@ -69,7 +69,9 @@ def load_rows(source, i_row, end, K: gl.constexpr, ROWS: gl.constexpr, EVICTION:
 def store_cast(b_row, cast, unscale, i_row, end):
     """Store b_row [ROWS, K] as rows i_row... of cast [..., K] fp16, scaled, and in unscale [...] fp32 the root of what undoes that; none from row `end` on.
 
-    A row is scaled by a power of four, until its largest element is between 2^13 and 2^15, or by 2^126 at most. An inf counts as 2^128: it stays inf, and the small elements of its row become 0.
+    A row is scaled by a power of four, until its largest element is between 2^13 and 2^15, or by 2^126 at most. An element
+    2^38 times smaller than that becomes 0, and NaN where it meets an inf of the other operand. An inf counts as 2^128: it
+    stays inf, and the small elements of its row become 0.
     """
     o_row = i_row + gl.arange(0, b_row.shape[0], layout=gl.SliceLayout(1, row_layout(gl.num_warps())))
     o_k = gl.arange(0, b_row.shape[1], layout=gl.SliceLayout(0, row_layout(gl.num_warps())))
