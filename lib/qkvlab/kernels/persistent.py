@@ -202,15 +202,17 @@ def dealt(o):
 
 
 @gluon.jit
-def unscale_quarter(b, b_row_unscale, s_unscale):
-    """b [BLOCK_M, QUARTER] as it would be of operands that were not scaled.
+def unscale_quarter(quarter, i: gl.constexpr, b_row_unscale, s_unscale):
+    """The quarters of a tile, the i-th as it would be of operands that were not scaled, and its rows' sums of squares.
 
     What undoes the scales of a row and a column may have a product that leaves fp32's range where the result does not. The
-    product of the roots, which b_row_unscale and s_unscale hold, never does; multiplied by it twice, b leaves the range only
-    where the result does.
+    product of the roots, which b_row_unscale and s_unscale hold, never does; multiplied by it twice, a sum leaves the range
+    only where the result does.
     """
-    b_root = b_row_unscale[:, None] * s_unscale.load(gl.SliceLayout(0, wgmma_layout(QUARTER)))[None, :]
-    return b * b_root * b_root
+    b_column_unscale = s_unscale.slice(QUARTER * i, QUARTER).load(gl.SliceLayout(0, wgmma_layout(QUARTER)))
+    b_root = b_row_unscale[:, None] * b_column_unscale[None, :]
+    b = quarter[i] * b_root * b_root
+    return quarter[:i] + (b,) + quarter[i + 1 :], gl.sum(b * b, axis=1)
 
 
 @gluon.jit
@@ -331,9 +333,8 @@ def multiplying_warps(
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
             b_acc = queue_products(b_acc, i_slot, phase, buffers, True)
             if i_piece < 4:
-                b_quarter = unscale_quarter(quarter[i_piece], b_unscale, s_unscale.slice(QUARTER * i_piece, QUARTER))
-                quarter = quarter[:i_piece] + (b_quarter,) + quarter[i_piece + 1 :]
-                b_squares += gl.sum(b_quarter * b_quarter, axis=1)
+                quarter, b_more = unscale_quarter(quarter, i_piece, b_unscale, s_unscale)
+                b_squares += b_more
             else:
                 store_half(b_right, out, i_done_head, i_done_row, M, QUARTER * (i_piece - 4), 1, HEADS, D)
             b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
@@ -345,9 +346,8 @@ def multiplying_warps(
         out, i_done_row, i_done_head = result_of(q, k, v, i_head // HEADS), i_row, i_head
     b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
     for i_quarter in gl.static_range(4):
-        b_quarter = unscale_quarter(quarter[i_quarter], b_unscale, s_unscale.slice(QUARTER * i_quarter, QUARTER))
-        quarter = quarter[:i_quarter] + (b_quarter,) + quarter[i_quarter + 1 :]
-        b_squares += gl.sum(b_quarter * b_quarter, axis=1)
+        quarter, b_more = unscale_quarter(quarter, i_quarter, b_unscale, s_unscale)
+        b_squares += b_more
     b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
     for i_quarter in gl.static_range(4):
         b_left, b_right = alternated(quarter[i_quarter], b_rstd, s_norm.slice(QUARTER * i_quarter, QUARTER))
