@@ -1,13 +1,17 @@
 """What only a GPU can show: CUDA graphs, streams, threads, other devices, and more than 2^31 elements."""
 
 import threading
+import time
 
 import pytest
 import torch
 
 import qkvlab
-from qkvlab import IMPLEMENTATIONS, make_inputs, oracle, verification
+from qkvlab import IMPLEMENTATIONS, make_inputs, oracle, verification, verify
 from qkvlab.kernels import launch
+
+import triton  # isort: skip
+import triton.language as tl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 stages = pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "auto"])
@@ -115,3 +119,38 @@ def test_more_than_2_to_the_31_elements(impl):
     rows = torch.tensor([0, 1, 127, 2**20 + 5, 2**21 - 1, 2**21, M - 1], device="cuda")
     for out, want in zip(found, oracle(states[:, rows].contiguous(), *small[1:])):
         assert float((out[:, rows] - want).norm() / want.norm()) < verification.RELATIVE_ERROR
+
+
+def test_any_number_of_rows_of_tiles_is_divided_among_the_multiprocessors():
+    stage = IMPLEMENTATIONS["persistent"]
+    if stage.unsupported("cuda"):
+        pytest.skip(stage.unsupported("cuda"))
+    report = verify(stage, [(1, 128 * tiles - 5) for tiles in (*range(1, 36), 49, 50, 67)])
+    assert report.passed, report
+
+
+@triton.jit
+def hold(flag):
+    while tl.load(flag, volatile=True) == 0:
+        pass
+
+
+@stages
+def test_a_call_ends_where_most_multiprocessors_are_taken(impl):
+    inputs = make_inputs(1, 4096, device="cuda")
+    wanted = qkvlab.qkv_rmsnorm(*inputs, impl=impl)
+    flag, holder, releaser = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(holder):  # a CTA of 32 warps leaves no room for one of persistent
+        hold[(launch.sm_count(flag.device) - 8,)](flag, num_warps=32)
+    found = qkvlab.qkv_rmsnorm(*inputs, impl=impl)
+    ended = torch.cuda.Event()
+    ended.record()
+    last = time.monotonic() + 10
+    while not ended.query() and time.monotonic() < last:
+        time.sleep(0.001)
+    in_time = ended.query()
+    with torch.cuda.stream(releaser):
+        flag.fill_(1)
+    torch.cuda.synchronize()
+    assert in_time and same(found, wanted)

@@ -1,21 +1,26 @@
 """persistent: casts, epilogue and stores beside the products. One CTA a multiprocessor, whose warps divide the work. Hopper, in Gluon.
 
-As in pair, everything is cast to scaled fp16 first, but of hidden_states only the rows of two waves of tiles. The second
+As in pair, everything is cast to scaled fp16 first, but of hidden_states only what two tiles of each CTA need. The second
 launch, queued behind it by programmatic dependent launch, keeps one CTA on every multiprocessor and divides its warps:
-one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, three cast the rows of hidden_states beyond those,
+one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, two cast the rows of hidden_states beyond those,
 if there are any, before their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps
 finish the other: they undo scales and sum squares in four pieces, every second step of K, then normalise and store in
 eight, one a step, so that stores are spread over the second half of a tile's time. Results leave from registers, 16 bytes a
 thread: a tensor map deals the columns so that a thread has neighbours.
 
+Products wait for what a multiprocessor can take in, and so do the casts beside them. So a CTA stays with one head, and goes
+through K forth in one tile and back in the next: the weights of the last steps are the first of the next tile, and are still
+there. No more CTAs multiply than the waves need; the others only cast.
+
 The code must stay small (tests/test_aot.py): beyond some size a call takes 2 to 4 microseconds more, whether what was
 added runs or not.
 
-No CTA waits for one that may not be running: rows to cast are taken from a queue by whoever is there. The queue's
-counters and the cast rows belong to the call.
+No CTA waits for one that may not be running: whatever is to be cast, a warp that runs will take. The counters and the cast
+rows belong to the call.
 
 Ledger: 2 launches; the FLOPs at fp16's rate; fp32 inputs once, outputs once; 6.3 MB + 2 KiB a token of fp16 written
-and read again from the L2, where a tile of 128 x 128 takes in 512 KiB. What that brings is in notebook 06.
+and read again from the L2, where a tile of 128 x 128 takes in 512 KiB, less 16 for each step whose weights are kept. What
+that brings is in notebook 06.
 """
 
 from functools import cache, partial
@@ -38,13 +43,16 @@ from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, WEIGHT_ROW
 from .launch import Config, launch_together, needs_wgmma, prepare, sm_count
 
 WARPS = gl.constexpr(8)  # that multiply: two warpgroups
+CASTING_WARPS = gl.constexpr(2)
 CASTING_ROWS = gl.constexpr(2)  # that a casting warp takes at a time: a row is 32 registers
+BUFFERS = gl.constexpr(14)  # of 16 KiB, in all: they fill the shared memory
+BARRIERS = gl.constexpr(8)  # of each kind, for the steps in turn: a tile goes round twice
 QUARTER = gl.constexpr(32)  # of the columns of a head, which the epilogue takes at a time
 
 
 def heuristic(M, device):
-    """M, torch.device -> Config of a tile of 128 tokens by one head. 7 buffers of 32 KiB fill the shared memory."""
-    return Config(BLOCK_M=128, BLOCK_K=64, num_warps=WARPS.value, num_stages=7)
+    """M, torch.device -> Config of a tile of 128 tokens by one head, and loads that run six steps ahead: the weights of three steps are kept."""
+    return Config(BLOCK_M=128, BLOCK_K=64, num_warps=WARPS.value, num_stages=6)
 
 
 # --- casting ---------------------------------------------------------------------------------------------------------
@@ -153,20 +161,61 @@ def wait_for(counter, n):
 
 
 @gluon.jit
-def casting_warp(x, cast, unscale, counter, M, first_rows, K: gl.constexpr, WEIGHT_ROWS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Rows of x from first_rows on, CASTING_ROWS at a time as counter[0] hands them out; counter[1 + i_m] counts those of a tile."""
-    rows = gl.cdiv(M, BLOCK_M) * BLOCK_M  # those beyond M are counted too
-    if first_rows < rows:
+def idle_warp(M):
+    """Fills up a warpgroup, without which its warps cannot be given registers."""
+
+
+@gluon.jit
+def claim(flag):
+    """Whether nobody has claimed it before, the same for the whole warp."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first; .reg .b32 lane, before;
+        mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;
+        mov.u32 before, 0;
+        @first atom.relaxed.gpu.global.exch.b32 before, [$1], 1;
+        shfl.sync.idx.b32 before, before, 0, 31, 0xffffffff;
+        xor.b32 $0, before, 1;
+        }""", "=r,l,~{memory}", [flag], gl.int32, False, 1) == 1  # fmt: skip
+
+
+@gluon.jit
+def casting_warp(
+    x, cast, unscale, counter,
+    M, first_rows,
+    K: gl.constexpr, WEIGHT_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, I_WARP: gl.constexpr,
+):  # fmt: skip
+    """Rows of x from first_rows on, in items of CASTING_ROWS; counter[1 + i_m] counts those of a tile that are cast.
+
+    A warp's first item is known, and its rows are on their way before the first launch has ended. Then counter[0] hands out the
+    others, and at last the first ones again: a CTA that does not run has not cast its own. They are the claimant's.
+    """
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    items = (tiles_m * BLOCK_M - first_rows) // CASTING_ROWS  # rows beyond M are counted too
+    if items > 0:
+        known = gl.minimum(gl.num_programs(0) * CASTING_WARPS, items)
+        claimed = counter + 1 + tiles_m
+        i_item = gl.program_id(0) * CASTING_WARPS + I_WARP
+        b_row = load_rows(x, first_rows + i_item * CASTING_ROWS, M, K, CASTING_ROWS, "")
         gdc_wait()
-        i_row = first_rows + take(counter) * CASTING_ROWS
-        b_row = load_rows(x, i_row, M, K, CASTING_ROWS, "")
-        while i_row < rows:
-            i_next = first_rows + take(counter) * CASTING_ROWS  # asked for before these are cast
-            store_cast(b_row, cast, unscale, WEIGHT_ROWS + i_row, WEIGHT_ROWS + M)
-            if i_next < rows:
-                b_row = load_rows(x, i_next, M, K, CASTING_ROWS, "")  # on their way while publish waits for these stores
-            publish(counter + 1 + i_row // BLOCK_M, CASTING_ROWS)
-            i_row = i_next
+        i_item = gl.where(i_item < known, i_item, -1)  # -1: none
+        if i_item >= 0:
+            i_item = gl.where(claim(claimed + i_item), i_item, -1)
+        i = gl.to_tensor(0)
+        while i < items:
+            i = take(counter)  # asked for before these are cast
+            i_next = gl.where(i < items - known, known + i, items - 1 - i)
+            if (i < items) & (i_next < known):
+                i_next = gl.where(claim(claimed + i_next), i_next, -1)
+            i_next = gl.where(i < items, i_next, -1)
+            i_row = first_rows + i_item * CASTING_ROWS
+            if i_item >= 0:
+                store_cast(b_row, cast, unscale, WEIGHT_ROWS + i_row, WEIGHT_ROWS + M)
+            if i_next >= 0:  # on their way while publish waits for these stores
+                b_row = load_rows(x, first_rows + i_next * CASTING_ROWS, M, K, CASTING_ROWS, "")
+            if i_item >= 0:
+                publish(counter + 1 + i_row // BLOCK_M, CASTING_ROWS)
+            i_item = i_next
 
 
 # --- multiplying -----------------------------------------------------------------------------------------------------
@@ -274,35 +323,80 @@ def store_half(b, out, i_head, i_row, M, i_column: gl.constexpr, RIGHT: gl.const
     gl.store(p_half[:, None] + o_column[None, :], b, mask=(o_row < M)[:, None])
 
 
-@gluon.jit
-def queue_products(b_acc, i_slot, phase, buffers, use_acc):
-    """Queue the products of the next buffer, once it is full."""
-    s_x, s_w, full, empty = buffers
-    mbarrier.wait(full.index(i_slot), phase)
-    return warpgroup_mma(s_x.index(i_slot), s_w.index(i_slot).permute((1, 0)), b_acc, use_acc=use_acc, is_async=True)
+@gluon.constexpr_function
+def weight_buffers(stages):
+    return BUFFERS - stages
+
+
+@gluon.constexpr_function
+def kept_steps(stages):
+    """How many steps' weights stay from tile to tile: as many as leave each step the buffers to be fetched `stages` steps ahead."""
+    return BUFFERS - 2 * stages + 1
 
 
 @gluon.jit
-def free_before(b_acc, i_before, i_slot, phase, buffers, STAGES: gl.constexpr):
-    """Wait for all products but those queued last, and free the buffer of those before, i_before, which is -1 at first."""
-    s_x, s_w, full, empty = buffers
+def first_place(rows, lone, HEADS: gl.constexpr):
+    """Row of tiles and head of a CTA's first tile, and whether it is one of those that multiply.
+
+    Of 3 * HEADS CTAs that share a row each has a head, which stays its own. There are `rows` such rows; the last `lone` CTAs
+    have another row to themselves, where they take turns at several heads.
+    """
+    i = gl.program_id(0)
+    return i // (3 * HEADS), i % (3 * HEADS), i < rows * (3 * HEADS) + lone
+
+
+@gluon.jit
+def next_place(i_m, i_head, turn, rows, lone, turns, HEADS: gl.constexpr):
+    """Row of tiles, head and turn of a CTA's next tile. When a lone CTA's turns are over, so are those rows that the others have done meanwhile."""
+    over = turn == turns - 1
+    alone = gl.program_id(0) >= rows * (3 * HEADS)
+    further = gl.where(alone, gl.where(over, rows * turns + 1, 0), rows + gl.where((turn == 0) & (lone > 0), 1, 0))
+    return i_m + further, i_head + gl.where(alone, gl.where(over, -lone * turn, lone), 0), gl.where(over, 0, turn + 1)
+
+
+@gluon.jit
+def skipped(i_w, n: gl.constexpr, STAGES: gl.constexpr):
+    """The buffer of weights n after this."""
+    return gl.where(i_w + n >= weight_buffers(STAGES), i_w + n - weight_buffers(STAGES), i_w + n)
+
+
+@gluon.jit
+def queue_products(b_acc, i_x, i_w, j: gl.constexpr, buffers, use_acc):
+    """Queue the products of a tile's j-th step, once its buffers are full."""
+    s_x, s_w, full, done = buffers
+    mbarrier.wait(full.index(j % BARRIERS), j // BARRIERS % 2)
+    return warpgroup_mma(s_x.index(i_x), s_w.index(i_w).permute((1, 0)), b_acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def done_before(b_acc, i_x, i_w, j: gl.constexpr, buffers, started, STAGES: gl.constexpr):
+    """Wait for all products but those of the j-th step, and say so if there were any: `started`. The next step's buffers."""
+    s_x, s_w, full, done = buffers
     b_acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[b_acc]))
-    mbarrier.arrive(empty.index(gl.maximum(i_before, 0)), count=1, pred=i_before >= 0)
-    last = i_slot == STAGES - 1
-    return b_acc, i_slot, gl.where(last, 0, i_slot + 1), gl.where(last, phase ^ 1, phase)
+    mbarrier.arrive(done.index((j - 1) % BARRIERS), count=1, pred=started)
+    # The weights that are kept come back to front, and behind the last of them comes what is fetched.
+    KEPT: gl.constexpr = kept_steps(STAGES)
+    if j + 1 < KEPT:
+        i_w = gl.where(i_w == 0, weight_buffers(STAGES) - 1, i_w - 1)
+    elif j + 1 < 2 * BARRIERS:
+        i_w = skipped(i_w, KEPT if j + 1 == KEPT else 1, STAGES)
+    return b_acc, gl.where(i_x == STAGES - 1, 0, i_x + 1), i_w
 
 
 @gluon.jit
 def multiplying_warps(
     q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm,
-    M, eps,
+    M, rows, lone, turns, eps,
     K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Products for each of the CTA's tiles, and between them the epilogue of the tile before."""
     ROWS: gl.constexpr = gl.SliceLayout(1, wgmma_layout(QUARTER))
     COLUMNS: gl.constexpr = gl.BlockedLayout([D // 32], [32], [WARPS], [0])
-    tiles = gl.cdiv(M, BLOCK_M) * (3 * HEADS)
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    one_head = gl.program_id(0) < rows * (3 * HEADS)
+    i_m, i_head, some = first_place(rows, lone, HEADS)
+    turn = gl.to_tensor(0)
     o_row = gl.arange(0, BLOCK_M, layout=ROWS)
     o_column = dealt(gl.arange(0, D, layout=COLUMNS))
     # Before the first tile comes one beyond the last row, of which nothing is stored.
@@ -312,38 +406,41 @@ def multiplying_warps(
     s_norm.store(gl.zeros([D], gl.float32, COLUMNS))
     b_done = gl.zeros([BLOCK_M, D], gl.float32, wgmma_layout(D))
     quarter = quarters(b_done)
-    i_before, i_slot, phase = gl.to_tensor(-1), gl.to_tensor(0), gl.to_tensor(0)
+    i_x, i_w, started = gl.to_tensor(0), gl.to_tensor(weight_buffers(STAGES) - 1), gl.to_tensor(False)
     gdc_wait()
-    for i_tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        i_row = i_tile // (3 * HEADS) * BLOCK_M
-        i_head = i_tile % (3 * HEADS)
-        # This tile's scales are on their way while it is multiplied.
-        b_row_unscale = gl.load(unscale + 3 * HEADS * D + i_row + o_row, mask=i_row + o_row < M, other=0.0)
-        b_w_unscale = gl.load(unscale + i_head * D + o_column)
-        b_norm = norm_of(q_norm_weight, k_norm_weight, i_head // HEADS, o_column)
+    while some & (i_m < tiles_m):
+        i_row = i_m * BLOCK_M
+        i_w = gl.where(started & one_head, i_w, skipped(i_w, kept_steps(STAGES), STAGES))
         b_acc = warpgroup_mma_init(b_done)
         b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
         for i_piece in gl.static_range(K // BLOCK_K // 2):
-            b_acc = queue_products(b_acc, i_slot, phase, buffers, i_piece > 0)
+            b_acc = queue_products(b_acc, i_x, i_w, 2 * i_piece, buffers, i_piece > 0)
+            if i_piece == 0:
+                # What this tile's operands came with can be read now, and is on its way while they are multiplied.
+                b_row_unscale = gl.load(unscale + 3 * HEADS * D + i_row + o_row, mask=i_row + o_row < M, other=0.0)
+                b_w_unscale = gl.load(unscale + i_head * D + o_column)
+                b_norm = norm_of(q_norm_weight, k_norm_weight, i_head // HEADS, o_column)
             if i_piece == 4:
                 b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
             if i_piece >= 4:
                 b_left, b_right = alternated(quarter[i_piece - 4], b_rstd, s_norm.slice(QUARTER * (i_piece - 4), QUARTER))
                 store_half(b_left, out, i_done_head, i_done_row, M, QUARTER * (i_piece - 4), 0, HEADS, D)
-            b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
-            b_acc = queue_products(b_acc, i_slot, phase, buffers, True)
+            b_acc, i_x, i_w = done_before(b_acc, i_x, i_w, 2 * i_piece, buffers, started | (i_piece > 0), STAGES)
+            b_acc = queue_products(b_acc, i_x, i_w, 2 * i_piece + 1, buffers, True)
             if i_piece < 4:
                 quarter, b_more = unscale_quarter(quarter, i_piece, b_unscale, s_unscale)
                 b_squares += b_more
             else:
                 store_half(b_right, out, i_done_head, i_done_row, M, QUARTER * (i_piece - 4), 1, HEADS, D)
-            b_acc, i_before, i_slot, phase = free_before(b_acc, i_before, i_slot, phase, buffers, STAGES)
+            b_acc, i_x, i_w = done_before(b_acc, i_x, i_w, 2 * i_piece + 1, buffers, True, STAGES)
         s_unscale.store(b_w_unscale)
         b_unscale = b_row_unscale
         s_norm.store(b_norm)
         b_done = warpgroup_mma_wait(0, deps=[b_acc])
         quarter = quarters(b_done)
         out, i_done_row, i_done_head = result_of(q, k, v, i_head // HEADS), i_row, i_head
+        i_m, i_head, turn = next_place(i_m, i_head, turn, rows, lone, turns, HEADS)
+        started = gl.to_tensor(True)
     b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
     for i_quarter in gl.static_range(4):
         quarter, b_more = unscale_quarter(quarter, i_quarter, b_unscale, s_unscale)
@@ -358,65 +455,71 @@ def multiplying_warps(
 @gluon.jit
 def fetching_warp(
     x_desc, w_desc, buffers, counter,
-    M, first_rows,
+    M, first_rows, rows, lone, turns,
     K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fills the buffers with BLOCK_K columns of BLOCK_M rows of x and of a head's weights, STAGES steps ahead of the products."""
     STEPS: gl.constexpr = K // BLOCK_K
-    s_x, s_w, full, empty = buffers
-    tiles = gl.cdiv(M, BLOCK_M) * (3 * HEADS)
+    KEPT: gl.constexpr = kept_steps(STAGES)
+    s_x, s_w, full, done = buffers
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    one_head = gl.program_id(0) < rows * (3 * HEADS)
+    i_m, i_head, some = first_place(rows, lone, HEADS)
+    turn, i_step, i_first_w, back = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(False)
     gdc_wait()
-    i_step = 0
-    for i_tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        i_m, i_head = i_tile // (3 * HEADS), i_tile % (3 * HEADS)
-        for k in range(STEPS):
-            i_slot = i_step % STAGES
-            mbarrier.wait(empty.index(i_slot), (i_step // STAGES + 1) & 1)
-            mbarrier.expect(full.index(i_slot), (BLOCK_M + D) * BLOCK_K * 2)
-            s_dealt = s_w.index(i_slot)._reinterpret(gl.float16, w_desc.block_shape, w_desc.layout)
-            tma.async_copy_global_to_shared(x_desc, [i_m * BLOCK_M, k * BLOCK_K], full.index(i_slot), s_x.index(i_slot))
-            tma.async_copy_global_to_shared(w_desc, [i_head * (D // 16), 0, 0, 0, k * BLOCK_K], full.index(i_slot), s_dealt)
+    while some & (i_m < tiles_m):
+        for j in range(STEPS):
+            i_k = gl.where(back, STEPS - 1 - j, j) * BLOCK_K
+            i_bar = i_step % BARRIERS
+            i_done = i_step - STAGES + 2 * BARRIERS  # or two rounds later, and so never negative
+            mbarrier.wait(done.index(i_done % BARRIERS), i_done // BARRIERS % 2)
+            fresh = (j >= KEPT) | (i_step < STEPS) | (one_head == 0)
+            mbarrier.expect(full.index(i_bar), (BLOCK_M + D) * BLOCK_K * 2, pred=fresh)
+            mbarrier.expect(full.index(i_bar), BLOCK_M * BLOCK_K * 2, pred=fresh == 0)
+            i_w = (i_first_w + gl.where(j < KEPT, KEPT - 1 - j, j)) % weight_buffers(STAGES)  # see done_before
+            s_dealt = s_w.index(i_w)._reinterpret(gl.float16, w_desc.block_shape, w_desc.layout)
+            tma.async_copy_global_to_shared(x_desc, [i_m * BLOCK_M, i_k], full.index(i_bar), s_x.index(i_step % STAGES))
+            tma.async_copy_global_to_shared(w_desc, [i_head * (D // 16), 0, 0, 0, i_k], full.index(i_bar), s_dealt, pred=fresh)
             i_step += 1
-            # The next tile's rows are waited for where the buffers are full, and before the last steps: whoever has multiplied
-            # those may load what was published with the rows.
-            if k == STEPS // 2:
-                i_next = (i_tile + gl.num_programs(0)) // (3 * HEADS)
-                if (i_next * BLOCK_M >= first_rows) & (i_next * BLOCK_M < M):
-                    wait_for(counter + 1 + i_next, BLOCK_M)
+        i_first_w = (i_first_w + gl.where(one_head, STEPS - KEPT, STEPS)) % weight_buffers(STAGES)
+        back = back == 0
+        i_m, i_head, turn = next_place(i_m, i_head, turn, rows, lone, turns, HEADS)
+        if (i_m * BLOCK_M >= first_rows) & (i_m < tiles_m):
+            wait_for(counter + 1 + i_m, BLOCK_M)
 
 
-@gluon.jit(do_not_specialize=["M", "first_rows"])
+@gluon.jit(do_not_specialize=["M", "first_rows", "rows", "lone", "turns"])
 def persistent_kernel(
     x_desc, w_desc,
     q, k, v, x, cast, unscale, q_norm_weight, k_norm_weight, counter,
-    M, first_rows, eps,
+    M, first_rows, rows, lone, turns, eps,
     K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """q, k, v [M, HEADS * D] fp32 from what first_rows_kernel cast, and from x [M, K] where it stopped.
 
-    A program takes every num_programs-th tile; 24 neighbours share rows of x. counter: see casting_warp.
+    Which tiles a program takes: see first_place. counter: see casting_warp.
     """
     gl.static_assert(BLOCK_M == 16 * WARPS and K // BLOCK_K == 16 and D == 4 * QUARTER)
-    gl.static_assert(gl.num_warps() == WARPS)
+    gl.static_assert(gl.num_warps() == WARPS and kept_steps(STAGES) > 0 and STAGES < BARRIERS)
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
-    s_w = gl.allocate_shared_memory(gl.float16, [STAGES, D, BLOCK_K], x_desc.layout)
+    s_w = gl.allocate_shared_memory(gl.float16, [weight_buffers(STAGES), D, BLOCK_K], x_desc.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_unscale = gl.allocate_shared_memory(gl.float32, [D], PLAIN)
     s_norm = gl.allocate_shared_memory(gl.float32, [D], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i_slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(i_slot), count=1)
-        mbarrier.init(empty.index(i_slot), count=1)
+    full = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i_bar in gl.static_range(BARRIERS):
+        mbarrier.init(full.index(i_bar), count=1)
+        mbarrier.init(done.index(i_bar), count=1)
     fence_async_shared()
-    buffers = (s_x, s_w, full, empty)
+    buffers = (s_x, s_w, full, done)
     # Each of these waits for the first launch by itself, once it has set up what it can without.
     gl.warp_specialize([
-        (multiplying_warps, (q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
-        (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
-        (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M)),
-        (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M)),
-        (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M)),
+        (multiplying_warps, (q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, rows, lone, turns, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
+        (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, rows, lone, turns, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
+        (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M, 0)),
+        (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M, 1)),
+        (idle_warp, (M,)),
     ], [1, 1, 1, 1], [88, 88, 88, 88])  # fmt: skip
 
 
@@ -429,6 +532,26 @@ def _layout(rank):
     return gl.NVMMASharedLayout(128, 16, rank)
 
 
+@cache
+def _division(tiles_m, sms):
+    """(rows, lone, turns) of the CTAs that multiply, as first_place has it: as few as need no more waves."""
+    heads = 3 * NUM_HEADS
+    divisions = [
+        (rows, lone, heads // lone if lone else 1)
+        for rows in range(sms // heads + 1)
+        for lone in range(heads)
+        if 0 < rows * heads + lone <= sms and (lone == 0 or heads % lone == 0)
+    ]
+
+    def waves(division):
+        rows, lone, turns = division
+        bands, left = divmod(tiles_m, rows * turns + bool(lone))
+        beyond = bool(lone) and left > rows  # a lone row among those that are left
+        return bands * turns + max(-(-(left - beyond) // rows) if rows else 0, beyond * turns)
+
+    return min(divisions, key=waves)  # of equals the first, which has the fewest CTAs
+
+
 @operation
 def persistent(inputs, out, config=None):
     """The operation in two launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises.
@@ -438,27 +561,30 @@ def persistent(inputs, out, config=None):
     states, M = inputs.hidden_states, inputs.M
     needs_wgmma(states.device)
     config = config or heuristic(M, states.device)
-    ctas = sm_count(states.device)
+    sms = sm_count(states.device)
     tiles_m = -(-M // config.BLOCK_M)
-    # The first wave's rows, and as many again for the casting warps to get ahead; the last tile's beyond M are skipped.
-    first_rows = min(tiles_m, 2 * -(-ctas // (3 * NUM_HEADS))) * config.BLOCK_M
+    rows, lone, turns = _division(tiles_m, sms)
+    # Those of each CTA's first two tiles, so that the casting warps get ahead; the last tile's beyond M are skipped.
+    first_rows = min(tiles_m, 2 * rows + bool(lone)) * config.BLOCK_M
+    ctas = rows * 3 * NUM_HEADS + lone if first_rows >= M else sms
+    counters = 1 + tiles_m + (CASTING_WARPS.value * sms if first_rows < M else 0)
     # Allocated by the call, so two calls in flight never share it.
     cast = states.new_empty(WEIGHT_ROWS + M, HIDDEN_SIZE, dtype=torch.float16)
     unscale = states.new_empty(WEIGHT_ROWS + M)
-    counter = states.new_empty(1 + tiles_m, dtype=torch.int32)
+    counter = states.new_empty(counters, dtype=torch.int32)
     # A row a warp. Not a dependent launch itself: it writes what a call before it, of which these may be the memory, still reads.
     first = partial(
         prepare, first_rows_kernel, ((WEIGHT_ROWS + first_rows) // 4,),
-        *inputs[:4], cast, unscale, counter, M, 1 + tiles_m,
+        *inputs[:4], cast, unscale, counter, M, counters,
         K=HIDDEN_SIZE, N=QKV_OUT_SIZE, ROWS=4, num_warps=4,
     )  # fmt: skip
     row, columns = HIDDEN_SIZE, config.BLOCK_K
     second = partial(
-        prepare, persistent_kernel, (min(ctas, tiles_m * 3 * NUM_HEADS),),
+        prepare, persistent_kernel, (ctas,),
         TensorDescriptor(cast[WEIGHT_ROWS:], (M, row), (row, 1), (config.BLOCK_M, columns), _layout(2)),
         # The same memory from its first row on, in an order of rows that deals the tile's columns.
         TensorDescriptor(cast, (WEIGHT_ROWS // 16, 2, 4, 2, row), (16 * row, 2 * row, 4 * row, row, 1), (HEAD_DIM // 16, 2, 4, 2, columns), _layout(5)),
-        *out, states, cast, unscale, *inputs[4:6], counter, M, first_rows, inputs.eps,
+        *out, states, cast, unscale, *inputs[4:6], counter, M, first_rows, rows, lone, turns, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, BLOCK_M=config.BLOCK_M, BLOCK_K=config.BLOCK_K, STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=True,
     )  # fmt: skip
