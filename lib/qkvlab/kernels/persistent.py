@@ -1,16 +1,16 @@
 """persistent: casts, epilogue and stores beside the products. One CTA a multiprocessor, whose warps divide the work. Hopper, in Gluon.
 
 As in pair, everything is cast to scaled fp16 first, but of hidden_states only what two tiles of each CTA need. The second
-launch, queued behind it by programmatic dependent launch, keeps one CTA on every multiprocessor and divides its warps:
+launch, queued behind it by programmatic dependent launch, has one CTA on each multiprocessor and divides its warps:
 one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, two cast the rows of hidden_states beyond those,
 if there are any, before their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps
 finish the other: they undo scales and sum squares in four pieces, every second step of K, then normalise and store in
 eight, one a step, so that stores are spread over the second half of a tile's time. Results leave from registers, 16 bytes a
 thread: a tensor map deals the columns so that a thread has neighbours.
 
-Products wait for what a multiprocessor can take in, and so do the casts beside them. So a CTA stays with one head, and goes
-through K forth in one tile and back in the next: the weights of the last steps are the first of the next tile, and are still
-there. No more CTAs multiply than the waves need; the others only cast.
+Fewer bytes for the same products make large M faster. So all but a few CTAs stay with one head, and go through K forth in one
+tile and back in the next: the weights of the last steps are the first of the next tile, and are still there. No more CTAs
+multiply than the waves need; the others, if there are rows to cast, only cast.
 
 The code must stay small (tests/test_aot.py): beyond some size a call takes 2 to 4 microseconds more, whether what was
 added runs or not.
@@ -19,8 +19,8 @@ No CTA waits for one that may not be running: whatever is to be cast, a warp tha
 rows belong to the call.
 
 Ledger: 2 launches; the FLOPs at fp16's rate; fp32 inputs once, outputs once; 6.3 MB + 2 KiB a token of fp16 written
-and read again from the L2, where a tile of 128 x 128 takes in 512 KiB, less 16 for each step whose weights are kept. What
-that brings is in notebook 06.
+and read again from the L2, where a tile of 128 x 128 takes in 512 KiB, a later one less 16 for each step whose weights are
+kept. What that brings is in notebook 06.
 """
 
 from functools import cache, partial
@@ -338,8 +338,8 @@ def kept_steps(stages):
 def first_place(rows, lone, HEADS: gl.constexpr):
     """Row of tiles and head of a CTA's first tile, and whether it is one of those that multiply.
 
-    Of 3 * HEADS CTAs that share a row each has a head, which stays its own. There are `rows` such rows; the last `lone` CTAs
-    have another row to themselves, where they take turns at several heads.
+    Of 3 * HEADS CTAs that share a row each has a head, which stays its own. There are `rows` such rows; the `lone` CTAs behind
+    them share one more, where each takes turns at several heads.
     """
     i = gl.program_id(0)
     return i // (3 * HEADS), i % (3 * HEADS), i < rows * (3 * HEADS) + lone
@@ -347,7 +347,7 @@ def first_place(rows, lone, HEADS: gl.constexpr):
 
 @gluon.jit
 def next_place(i_m, i_head, turn, rows, lone, turns, HEADS: gl.constexpr):
-    """Row of tiles, head and turn of a CTA's next tile. When a lone CTA's turns are over, so are those rows that the others have done meanwhile."""
+    """Row of tiles, head and turn of a CTA's next tile. A lone CTA whose turns are over goes on behind the rows that the others do meanwhile."""
     over = turn == turns - 1
     alone = gl.program_id(0) >= rows * (3 * HEADS)
     further = gl.where(alone, gl.where(over, rows * turns + 1, 0), rows + gl.where((turn == 0) & (lone > 0), 1, 0))
@@ -533,7 +533,7 @@ def _layout(rank):
 
 
 @cache
-def _division(tiles_m, sms):
+def division(tiles_m, sms):
     """(rows, lone, turns) of the CTAs that multiply, as first_place has it: as few as need no more waves."""
     heads = 3 * NUM_HEADS
     divisions = [
@@ -563,7 +563,7 @@ def persistent(inputs, out, config=None):
     config = config or heuristic(M, states.device)
     sms = sm_count(states.device)
     tiles_m = -(-M // config.BLOCK_M)
-    rows, lone, turns = _division(tiles_m, sms)
+    rows, lone, turns = division(tiles_m, sms)
     # Those of each CTA's first two tiles, so that the casting warps get ahead; the last tile's beyond M are skipped.
     first_rows = min(tiles_m, 2 * rows + bool(lone)) * config.BLOCK_M
     ctas = rows * 3 * NUM_HEADS + lone if first_rows >= M else sms
