@@ -31,6 +31,12 @@ def test_what_does_not_compile_is_an_error():
         aot.compiled("fused", "sm_90", [(1, 1)], config=Config(BLOCK_M=64, BLOCK_K=96, num_warps=4, num_stages=2))
 
 
+@pytest.mark.parametrize("stages", [3, 8])
+def test_persistent_refuses_buffers_in_which_weights_cannot_stay(stages):
+    with pytest.raises(RuntimeError, match="persistent does not compile for sm_90"):
+        aot.compiled("persistent", "sm_90", [(1, 1)], config=Config(BLOCK_M=128, BLOCK_K=64, num_warps=8, num_stages=stages))
+
+
 @pytest.mark.parametrize("stage, arch", [("no such stage", "sm_90"), ("fused", "sm_10")])
 def test_what_is_unknown_is_named(stage, arch):
     with pytest.raises(ValueError, match="stage is one of naive.*arch one of sm_90"):

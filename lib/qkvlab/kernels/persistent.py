@@ -46,6 +46,7 @@ WARPS = gl.constexpr(8)  # that multiply: two warpgroups
 CASTING_WARPS = gl.constexpr(2)
 CASTING_ROWS = gl.constexpr(2)  # that a casting warp takes at a time: a row is 32 registers
 BUFFERS = gl.constexpr(14)  # of 16 KiB, in all: they fill the shared memory
+STEPS = gl.constexpr(16)  # of a tile: one takes BLOCK_K columns of K
 BARRIERS = gl.constexpr(8)  # of each kind, for the steps in turn: a tile goes round twice
 QUARTER = gl.constexpr(32)  # of the columns of a head, which the epilogue takes at a time
 
@@ -185,13 +186,14 @@ def casting_warp(
     M, first_rows,
     K: gl.constexpr, WEIGHT_ROWS: gl.constexpr, BLOCK_M: gl.constexpr, I_WARP: gl.constexpr,
 ):  # fmt: skip
-    """Rows of x from first_rows on, in items of CASTING_ROWS; counter[1 + i_m] counts those of a tile that are cast.
+    """Rows of x from first_rows on, in items of CASTING_ROWS.
 
     A warp's first item is known, and its rows are on their way before the first launch has ended. Then counter[0] hands out the
     others, and at last the first ones again: a CTA that does not run has not cast its own. They are the claimant's.
+    counter[1 + i_m] counts the rows of a tile that are cast, those beyond M too; behind these is a flag for each first item.
     """
     tiles_m = gl.cdiv(M, BLOCK_M)
-    items = (tiles_m * BLOCK_M - first_rows) // CASTING_ROWS  # rows beyond M are counted too
+    items = (tiles_m * BLOCK_M - first_rows) // CASTING_ROWS
     if items > 0:
         known = gl.minimum(gl.num_programs(0) * CASTING_WARPS, items)
         claimed = counter + 1 + tiles_m
@@ -204,7 +206,7 @@ def casting_warp(
         i = gl.to_tensor(0)
         while i < items:
             i = take(counter)  # asked for before these are cast
-            i_next = gl.where(i < items - known, known + i, items - 1 - i)
+            i_next = gl.where(i < items - known, known + i, i - (items - known))
             if (i < items) & (i_next < known):
                 i_next = gl.where(claim(claimed + i_next), i_next, -1)
             i_next = gl.where(i < items, i_next, -1)
@@ -338,8 +340,8 @@ def kept_steps(stages):
 def first_place(rows, lone, HEADS: gl.constexpr):
     """Row of tiles and head of a CTA's first tile, and whether it is one of those that multiply.
 
-    Of 3 * HEADS CTAs that share a row each has a head, which stays its own. There are `rows` such rows; the `lone` CTAs behind
-    them share one more, where each takes turns at several heads.
+    `rows` times 3 * HEADS CTAs share a row of tiles, and each of them has a head, which stays its own. The `lone` CTAs behind
+    them share one more row, where each has 3 * HEADS // lone heads in turn: that many `turns`.
     """
     i = gl.program_id(0)
     return i // (3 * HEADS), i % (3 * HEADS), i < rows * (3 * HEADS) + lone
@@ -378,7 +380,7 @@ def done_before(b_acc, i_x, i_w, j: gl.constexpr, buffers, started, STAGES: gl.c
     KEPT: gl.constexpr = kept_steps(STAGES)
     if j + 1 < KEPT:
         i_w = gl.where(i_w == 0, weight_buffers(STAGES) - 1, i_w - 1)
-    elif j + 1 < 2 * BARRIERS:
+    elif j + 1 < STEPS:
         i_w = skipped(i_w, KEPT if j + 1 == KEPT else 1, STAGES)
     return b_acc, gl.where(i_x == STAGES - 1, 0, i_x + 1), i_w
 
@@ -387,8 +389,7 @@ def done_before(b_acc, i_x, i_w, j: gl.constexpr, buffers, started, STAGES: gl.c
 def multiplying_warps(
     q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm,
     M, rows, lone, turns, eps,
-    K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Products for each of the CTA's tiles, and between them the epilogue of the tile before."""
     ROWS: gl.constexpr = gl.SliceLayout(1, wgmma_layout(QUARTER))
@@ -413,7 +414,7 @@ def multiplying_warps(
         i_w = gl.where(started & one_head, i_w, skipped(i_w, kept_steps(STAGES), STAGES))
         b_acc = warpgroup_mma_init(b_done)
         b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
-        for i_piece in gl.static_range(K // BLOCK_K // 2):
+        for i_piece in gl.static_range(STEPS // 2):
             b_acc = queue_products(b_acc, i_x, i_w, 2 * i_piece, buffers, i_piece > 0)
             if i_piece == 0:
                 # What this tile's operands came with can be read now, and is on its way while they are multiplied.
@@ -456,10 +457,9 @@ def multiplying_warps(
 def fetching_warp(
     x_desc, w_desc, buffers, counter,
     M, first_rows, rows, lone, turns,
-    K: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fills the buffers with BLOCK_K columns of BLOCK_M rows of x and of a head's weights, STAGES steps ahead of the products."""
-    STEPS: gl.constexpr = K // BLOCK_K
     KEPT: gl.constexpr = kept_steps(STAGES)
     s_x, s_w, full, done = buffers
     tiles_m = gl.cdiv(M, BLOCK_M)
@@ -499,8 +499,10 @@ def persistent_kernel(
 
     Which tiles a program takes: see first_place. counter: see casting_warp.
     """
-    gl.static_assert(BLOCK_M == 16 * WARPS and K // BLOCK_K == 16 and D == 4 * QUARTER)
-    gl.static_assert(gl.num_warps() == WARPS and kept_steps(STAGES) > 0 and STAGES < BARRIERS)
+    gl.static_assert(gl.num_warps() == WARPS and BLOCK_M == 16 * WARPS and D == 4 * QUARTER)
+    gl.static_assert(K // BLOCK_K == STEPS and STEPS == 2 * BARRIERS)
+    # A tile's last steps, which the next one keeps, are not among those that it has kept itself.
+    gl.static_assert(0 < kept_steps(STAGES) and 2 * kept_steps(STAGES) <= STEPS)
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     s_w = gl.allocate_shared_memory(gl.float16, [weight_buffers(STAGES), D, BLOCK_K], x_desc.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -515,8 +517,8 @@ def persistent_kernel(
     buffers = (s_x, s_w, full, done)
     # Each of these waits for the first launch by itself, once it has set up what it can without.
     gl.warp_specialize([
-        (multiplying_warps, (q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, rows, lone, turns, eps, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
-        (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, rows, lone, turns, K, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
+        (multiplying_warps, (q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, rows, lone, turns, eps, HEADS, D, BLOCK_M, STAGES)),
+        (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, rows, lone, turns, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
         (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M, 0)),
         (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M, 1)),
         (idle_warp, (M,)),
