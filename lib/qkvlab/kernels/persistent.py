@@ -24,6 +24,7 @@ kept. What that brings is in notebook 06.
 """
 
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -534,10 +535,21 @@ def _layout(rank):
     return gl.NVMMASharedLayout(128, 16, rank)
 
 
+class Plan(NamedTuple):
+    """How tiles are divided among CTAs (see first_place), how many rows of x are cast first, how many CTAs there are, and counters."""
+
+    rows: int
+    lone: int
+    turns: int
+    first_rows: int
+    ctas: int
+    counters: int
+
+
 @cache
-def division(tiles_m, sms):
-    """(rows, lone, turns) of the CTAs that multiply, as first_place has it: as few as need no more waves."""
-    heads = 3 * NUM_HEADS
+def plan(M, sms, BLOCK_M=128):
+    """The Plan for M tokens on `sms` multiprocessors: as few CTAs multiply as need no more waves."""
+    heads, tiles_m = 3 * NUM_HEADS, -(-M // BLOCK_M)
     divisions = [
         (rows, lone, heads // lone if lone else 1)
         for rows in range(sms // heads + 1)
@@ -551,7 +563,12 @@ def division(tiles_m, sms):
         beyond = bool(lone) and left > rows  # a lone row among those that are left
         return bands * turns + max(-(-(left - beyond) // rows) if rows else 0, beyond * turns)
 
-    return min(divisions, key=waves)  # of equals the first, which has the fewest CTAs
+    rows, lone, turns = min(divisions, key=waves)  # of equals the first, which has the fewest CTAs
+    # Those of each CTA's first two tiles, so that the casting warps get ahead.
+    first_rows = min(tiles_m, 2 * rows + bool(lone)) * BLOCK_M
+    if first_rows >= M:
+        return Plan(rows, lone, turns, first_rows, rows * heads + lone, 1 + tiles_m)
+    return Plan(rows, lone, turns, first_rows, sms, 1 + tiles_m + CASTING_WARPS.value * sms)
 
 
 @operation
@@ -563,13 +580,7 @@ def persistent(inputs, out, config=None):
     states, M = inputs.hidden_states, inputs.M
     needs_wgmma(states.device)
     config = config or heuristic(M, states.device)
-    sms = sm_count(states.device)
-    tiles_m = -(-M // config.BLOCK_M)
-    rows, lone, turns = division(tiles_m, sms)
-    # Those of each CTA's first two tiles, so that the casting warps get ahead; the last tile's beyond M are skipped.
-    first_rows = min(tiles_m, 2 * rows + bool(lone)) * config.BLOCK_M
-    ctas = rows * 3 * NUM_HEADS + lone if first_rows >= M else sms
-    counters = 1 + tiles_m + (CASTING_WARPS.value * sms if first_rows < M else 0)
+    rows, lone, turns, first_rows, ctas, counters = plan(M, sm_count(states.device), config.BLOCK_M)
     # Allocated by the call, so two calls in flight never share it.
     cast = states.new_empty(WEIGHT_ROWS + M, HIDDEN_SIZE, dtype=torch.float16)
     unscale = states.new_empty(WEIGHT_ROWS + M)
