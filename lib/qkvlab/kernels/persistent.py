@@ -16,7 +16,7 @@ The code must stay small (tests/test_aot.py): beyond some size a call takes 2 to
 added runs or not.
 
 No CTA waits for one that may not be running: whatever is to be cast, a warp that runs will take. The counters and the cast
-rows belong to the call.
+rows belong to the call. tests/test_persistent.py runs this source, its warps in any order, without a GPU.
 
 Ledger: 2 launches; the FLOPs at fp16's rate; fp32 inputs once, outputs once; 6.3 MB + 2 KiB a token of fp16 written
 and read again from the L2, where a tile of 128 x 128 takes in 512 KiB, a later one less 16 for each step whose weights are
