@@ -270,18 +270,18 @@ def unscale_quarter(quarter, i, b_row_unscale, s_unscale):
 
 
 def alternated(b, b_rstd, s_norm):
-    return (b, s_norm.value), (b, s_norm.value)
+    return ((*b, b_rstd, s_norm.value),) * 2
 
 
 def store_half(b, out, i_head, i_row, M, i_column, RIGHT, HEADS, D):
     if i_row >= M:
         return
-    (acc, row_unscale, column_unscale), norm = b
-    i_m = i_row // BLOCK[0]
+    acc, row_unscale, column_unscale, rstd, norm = b
+    i_m, i_proj = i_row // BLOCK[0], i_head // HEADS
     assert {x for x, _ in acc} == {(X, i_m, k) for k in range(0, K, BLOCK[1])} and len(acc) == K // BLOCK[1], "not its rows"
     assert all(w == (W, i_head, k) for (_, _, k), w in acc), "not its weights"
-    assert (row_unscale, column_unscale, norm) == (3 * HEADS * D + i_row, i_head * D, i_head // HEADS), "not its scales"
-    assert out == "qkv"[i_head // HEADS]
+    assert (row_unscale, column_unscale) == (3 * HEADS * D + i_row, i_head * D), "not its scales"
+    assert rstd == norm == i_proj and out == "qkv"[i_proj], "not its projection"
     now.call.stored.append((i_m, i_head, i_column, RIGHT, now.warp.part))
 
 
