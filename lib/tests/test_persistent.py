@@ -21,7 +21,7 @@ from qkvlab.kernels import persistent
 HEADS, D, K, BLOCK = 8, 128, 1024, (128, 64)
 RUN = {
     "casting_warp", "weight_buffers", "kept_steps", "first_place", "next_place", "skipped", "queue_products", "done_before",
-    "multiplying_warps", "fetching_warp", "result_of", "Plan", "plan",
+    "multiplying_warps", "fetching_warp", "result_of", "Plan", "most_tiles", "plan",
 }  # fmt: skip
 CONSTANTS = {"WARPS", "CASTING_WARPS", "CASTING_ROWS", "STEPS", "BUFFERS", "BARRIERS", "QUARTER"}
 PAUSING = {

@@ -121,16 +121,28 @@ def first_rows_kernel(
 
 
 @gluon.jit
-def take(counter):
-    """The counter's next value, the same for the whole warp."""
+def before(counter, OPERATION: gl.constexpr):
+    """What stood there before the add or exchange of 1, the same for the whole warp."""
     return gl.inline_asm_elementwise(
         """{
-        .reg .pred first; .reg .b32 lane, next;
+        .reg .pred first; .reg .b32 lane, before;
         mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;
-        mov.u32 next, 0;
-        @first atom.relaxed.gpu.global.add.u32 next, [$1], 1;
-        shfl.sync.idx.b32 $0, next, 0, 31, 0xffffffff;
+        mov.u32 before, 0;
+        @first atom.relaxed.gpu.global.""" + OPERATION + """ before, [$1], 1;
+        shfl.sync.idx.b32 $0, before, 0, 31, 0xffffffff;
         }""", "=r,l,~{memory}", [counter], gl.int32, False, 1)  # fmt: skip
+
+
+@gluon.jit
+def take(counter):
+    """The counter's next value."""
+    return before(counter, "add.u32")
+
+
+@gluon.jit
+def claim(flag):
+    """Whether nobody has claimed it before."""
+    return before(flag, "exch.b32") == 0
 
 
 @gluon.jit
@@ -163,22 +175,8 @@ def wait_for(counter, n):
 
 
 @gluon.jit
-def idle_warp(M):
+def idle_warp():
     """Fills up a warpgroup, without which its warps cannot be given registers."""
-
-
-@gluon.jit
-def claim(flag):
-    """Whether nobody has claimed it before, the same for the whole warp."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred first; .reg .b32 lane, before;
-        mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;
-        mov.u32 before, 0;
-        @first atom.relaxed.gpu.global.exch.b32 before, [$1], 1;
-        shfl.sync.idx.b32 before, before, 0, 31, 0xffffffff;
-        xor.b32 $0, before, 1;
-        }""", "=r,l,~{memory}", [flag], gl.int32, False, 1) == 1  # fmt: skip
 
 
 @gluon.jit
@@ -522,7 +520,7 @@ def persistent_kernel(
         (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, rows, lone, turns, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
         (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M, 0)),
         (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M, 1)),
-        (idle_warp, (M,)),
+        (idle_warp, ()),
     ], [1, 1, 1, 1], [88, 88, 88, 88])  # fmt: skip
 
 
@@ -546,6 +544,13 @@ class Plan(NamedTuple):
     counters: int
 
 
+def most_tiles(tiles_m, rows, lone, turns):
+    """The most tiles that a CTA has with one head, and those that a lone one has at most."""
+    bands, left = divmod(tiles_m, rows * turns + bool(lone))
+    beyond = bool(lone) and left > rows  # a lone row among those that are left
+    return (bands * turns - (beyond - left) // rows if rows else 0), (bands + beyond) * turns * bool(lone)
+
+
 @cache
 def plan(M, sms, BLOCK_M=128):
     """The Plan for M tokens on `sms` multiprocessors: as few CTAs multiply as need no more waves."""
@@ -557,13 +562,8 @@ def plan(M, sms, BLOCK_M=128):
         if 0 < rows * heads + lone <= sms and (lone == 0 or heads % lone == 0)
     ]
 
-    def waves(division):
-        rows, lone, turns = division
-        bands, left = divmod(tiles_m, rows * turns + bool(lone))
-        beyond = bool(lone) and left > rows  # a lone row among those that are left
-        return bands * turns + max(-(-(left - beyond) // rows) if rows else 0, beyond * turns)
-
-    rows, lone, turns = min(divisions, key=waves)  # of equals the first, which has the fewest CTAs
+    # Of equals the first, which has the fewest CTAs.
+    rows, lone, turns = min(divisions, key=lambda division: max(most_tiles(tiles_m, *division)))
     # Those of each CTA's first two tiles, so that the casting warps get ahead.
     first_rows = min(tiles_m, 2 * rows + bool(lone)) * BLOCK_M
     if first_rows >= M:
