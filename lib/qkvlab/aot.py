@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from . import api, problem
+from . import api, problem, suite
 from .kernels import launch
 
 ARCHITECTURES = {"sm_90": 90, "sm_100": 100, "sm_103": 103}
@@ -23,9 +23,9 @@ MMA = {"sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.syn
 
 
 def compiled(stage, arch, shapes, config=None):
-    """What `stage` (a name in IMPLEMENTATIONS) launches for each (batch_size, seq_len), compiled for `arch`.
+    """What `stage` (a name in IMPLEMENTATIONS) launches for each of `shapes`, compiled for `arch`.
 
-    config: a launch.Config in the place of the stage's heuristic. Returns a DataFrame: stage, arch, batch_size, seq_len,
+    shapes: (batch_size, seq_len) or qkvlab.Case, or a list. config: a launch.Config in the place of the stage's heuristic. Returns a DataFrame: stage, arch, batch_size, seq_len,
     kernel, shared_bytes, registers, spill_bytes (stack frame and local memory), code_bytes, mma (the matrix instruction in
     the PTX, '' if none). Raises ValueError for an unknown stage or arch, UnsupportedError where the stage does not run on the
     arch, RuntimeError with the compiler's words.
@@ -35,13 +35,13 @@ def compiled(stage, arch, shapes, config=None):
             f"stage is one of {', '.join(api.IMPLEMENTATIONS)}, arch one of {', '.join(ARCHITECTURES)}; got {stage!r}, {arch!r}"
         )
     settings = asdict(config) if config else None
-    ask = json.dumps({"stage": stage, "arch": arch, "shapes": [list(shape) for shape in shapes], "config": settings})
+    ask = json.dumps({"stage": stage, "arch": arch, "shapes": [(case.batch_size, case.seq_len) for case in suite.as_cases(shapes)], "config": settings})
     done = subprocess.run(
         [sys.executable, "-m", "qkvlab.aot", ask], capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"}
     )
-    if done.returncode:
-        raise RuntimeError(f"{stage} does not compile for {arch}:\n{done.stderr.strip()[-2000:]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = {"reason": "it ended without an answer"} if done.returncode else json.loads(done.stdout.splitlines()[-1])
+    if "reason" in answer:
+        raise RuntimeError(f"{stage} does not compile for {arch}: {answer['reason']}\n{done.stderr.strip()[-2000:]}")
     if "unsupported" in answer:
         raise problem.UnsupportedError(answer["unsupported"])
     return pd.DataFrame(answer["launches"])
@@ -119,7 +119,13 @@ def main(ask):
     for batch_size, seq_len, kernel, args, meta in plan:
         key = (kernel.fn, *meta.items())
         if key not in seen:
-            binary = _compile(kernel, args, meta, ask["arch"])
+            try:
+                binary = _compile(kernel, args, meta, ask["arch"])
+            except Exception as error:  # the innermost says why, the others where
+                while error.__cause__:
+                    error = error.__cause__
+                print(json.dumps({"reason": f"{type(error).__name__}: {error}"}))
+                return
             registers, spills, code = _resources(binary.asm["cubin"])
             mma = re.search(MMA[ask["arch"]], binary.asm["ptx"])
             seen[key] = {

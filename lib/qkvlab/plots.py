@@ -80,7 +80,7 @@ def latency_vs_sol(rows):
     for uuid, y in height.items():
         case = rows[(rows.uuid == uuid) & (rows.precision_class == "reduced") & rows.bound_us.notna()]
         if len(case):
-            best = case.loc[case.median_us.idxmin()]
+            best = case.sort_values("median_us").iloc[0]
             axes.text(
                 1.01,
                 y,
@@ -161,7 +161,7 @@ def leaderboard(means, board):
     """
     sol_us = np.mean([case.b200_sol_us for case in suite.cases()])
     bars = [
-        (row.mean_latency_us / sol_us, f"{row.rank}  {row.implementation}", f"{row.mean_latency_us:g} µs on B200", False)
+        (row.mean_latency_us / sol_us, f"{row.rank}  {row.implementation}", f"{row.mean_latency_us:.1f} µs on B200", False)
         for row in board.itertuples()
     ]
     bars += [

@@ -152,7 +152,10 @@ def figure(name):
 
 
 def latencies(rows):
-    """A table to read: one row a case, in the order of M; one column an implementation; median µs."""
+    """A table to read: one row a case, in the order of M; one column an implementation; median µs.
+
+    Raises ValueError if an implementation has several rows for a case, as those of two GPUs or days would be.
+    """
     rows = rows.assign(m=rows.batch_size * rows.seq_len, case=rows.batch_size.astype(str) + "x" + rows.seq_len.astype(str))
-    table = rows.pivot_table(index=["m", "case"], columns="impl", values="median_us", sort=False)
+    table = rows.pivot(index=["m", "case"], columns="impl", values="median_us")
     return table[list(dict.fromkeys(rows.impl))].sort_index()

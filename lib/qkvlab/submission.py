@@ -30,7 +30,8 @@ JUDGE_COLUMNS = {
 
 _ENTRY = '''"""{definition}: {about}.
 
-Precision of the products: {precision}. Nothing is kept from call to call but compiled kernels.
+Precision of the products: {precision}. Nothing is kept from call to call but compiled kernels and,
+of launches that are queued together, their graphs: no argument and no result.
 """
 
 from {package}.{module} import {function}

@@ -42,8 +42,7 @@ def bench(fns, cases=None, *, calls=CALLS, method=None):
 
 def measure(fns, cases=None, *, calls=CALLS, method=None):
     """As bench, but a row for every call, with its number, span_us and busy_us."""
-    if hardware.device() != "cuda":
-        raise UnsupportedError("timing needs an NVIDIA GPU; here the runs recorded in data/runs/ stand in (records.recorded())")
+    _needs_a_gpu()
     fns = _timed(fns)
     names = [fn.name for fn in fns]
     if len(set(names)) < len(names):
@@ -89,17 +88,21 @@ def summarise(samples):
     return pd.DataFrame(rows)
 
 
-def ratio(samples, a, b, *, confidence=0.95):
-    """How many times as long impl `a` takes as impl `b`, case by case: median over median, with a bootstrap interval.
+def ratio(samples, a, b):
+    """How many times as long impl `a` takes as impl `b`, case by case: median over median, with a bootstrap interval (95 %).
 
     samples: the calls of one `measure`, where both were interleaved. Returns batch_size, seq_len, ratio, low, high.
+    Raises ValueError for an impl that was not measured.
     """
+    missing = {a, b} - set(samples.impl)
+    if missing:
+        raise ValueError(f"not measured: {', '.join(sorted(missing))}; measured: {', '.join(dict.fromkeys(samples.impl))}")
     rows = []
     for (batch_size, seq_len), calls in samples.groupby(["batch_size", "seq_len"], sort=False):
         spans = [calls.span_us[calls.impl == name].to_numpy() for name in (a, b)]
         interval = scipy.stats.bootstrap(
             spans, lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis),
-            n_resamples=2000, confidence_level=confidence, method="percentile", rng=0,
+            n_resamples=2000, confidence_level=0.95, method="percentile", rng=0,
         ).confidence_interval  # fmt: skip
         rows.append((batch_size, seq_len, np.median(spans[0]) / np.median(spans[1]), interval.low, interval.high))
     return pd.DataFrame(rows, columns=["batch_size", "seq_len", "ratio", "low", "high"])
@@ -114,22 +117,27 @@ def _nothing_compiled():
 
 
 def host_time(fns, case, *, calls=200):
-    """What a call costs the host, the rows of data/host: impl, first_ms (with compilation, if it is this process's first), host_us (median)."""
-    rows = []
-    for fn in _timed(fns):
-        inputs = suite.make_inputs(case.batch_size, case.seq_len, device=hardware.device())
-        with _nothing_compiled():
-            begin = time.perf_counter()
-            fn.function(*inputs)
-            torch.cuda.synchronize()
-            first = time.perf_counter() - begin
-        took = []
-        for _ in range(calls):
-            begin = time.perf_counter()
-            fn.function(*inputs)
-            took.append(time.perf_counter() - begin)
-            torch.cuda.synchronize()
-        rows.append((fn.name, case.batch_size, case.seq_len, first * 1e3, float(np.median(took)) * 1e6))
+    """What a call costs the host, the rows of data/host: impl, first_ms (with compilation, if it is this process's first), host_us (median).
+
+    fns: one callable or a list, which take turns after their first calls. case: a qkvlab.Case or (batch_size, seq_len). Raises
+    UnsupportedError without an NVIDIA GPU.
+    """
+    _needs_a_gpu()
+    (case,) = suite.as_cases(case)
+    inputs = suite.make_inputs(case.batch_size, case.seq_len, device="cuda")
+
+    def timed(fn):
+        begin = time.perf_counter()
+        fn.function(*inputs)
+        returned = time.perf_counter()
+        torch.cuda.synchronize()
+        return returned - begin, time.perf_counter() - begin
+
+    fns = _timed(fns)
+    with _nothing_compiled():
+        first = [timed(fn)[1] for fn in fns]
+    took = np.median([[timed(fn)[0] for fn in fns] for _ in range(calls)], axis=0)
+    rows = [(fn.name, case.batch_size, case.seq_len, begun * 1e3, us * 1e6) for fn, begun, us in zip(fns, first, took)]
     found = pd.DataFrame(rows, columns=["impl", "batch_size", "seq_len", "first_ms", "host_us"])
     return found.assign(date=date.today().isoformat(), **hardware.state())
 
@@ -199,6 +207,11 @@ def _with_tf32(fn, allowed):
             torch.backends.cuda.matmul.allow_tf32 = before
 
     return call
+
+
+def _needs_a_gpu():
+    if hardware.device() != "cuda":
+        raise UnsupportedError("timing needs an NVIDIA GPU; here the runs recorded in data/runs/ stand in (records.recorded())")
 
 
 def _timed(fns):

@@ -52,7 +52,7 @@ def test_a_missing_file_is_named(monkeypatch):
 
 
 def test_a_missing_rate_is_named(monkeypatch):
-    monkeypatch.setattr(hardware, "_devices", lambda: {"X1": {"compute_capability": [9, 0], "sm_count": 1}})
+    monkeypatch.setattr(hardware, "_devices", lambda: {"X1": {"sm_count": 1}})
     with pytest.raises(tables.TableError, match=r"devices.yaml: X1 has no 'dram_tb_s'"):
         hardware.gpus.__wrapped__()
 

@@ -39,6 +39,8 @@ def samples(**impls):
 def test_without_a_gpu_timing_is_refused_with_the_reason():
     with pytest.raises(qkvlab.UnsupportedError, match="needs an NVIDIA GPU.*data/runs"):
         bench(reference)
+    with pytest.raises(qkvlab.UnsupportedError, match="needs an NVIDIA GPU.*data/runs"):
+        qkvlab.host_time(reference, (1, 4))
 
 
 def test_a_first_call_finds_nothing_compiled(monkeypatch, tmp_path):
@@ -64,6 +66,8 @@ def test_ratio_and_its_interval():
     assert found.low < found.ratio < found.high and found.low > 1.8 and found.high < 2.2
     same = timing.ratio(samples(a=(a, a), b=(a[::-1], a)), "a", "b").iloc[0]
     assert same.low <= 1 <= same.high
+    with pytest.raises(ValueError, match="not measured: c; measured: a, b"):
+        timing.ratio(samples(a=(a, a), b=(b, b)), "a", "c")
 
 
 def test_what_would_be_averaged_or_mislabelled_is_refused(monkeypatch):
