@@ -35,7 +35,8 @@ def compiled(stage, arch, shapes, config=None):
             f"stage is one of {', '.join(api.IMPLEMENTATIONS)}, arch one of {', '.join(ARCHITECTURES)}; got {stage!r}, {arch!r}"
         )
     settings = asdict(config) if config else None
-    ask = json.dumps({"stage": stage, "arch": arch, "shapes": [(case.batch_size, case.seq_len) for case in suite.as_cases(shapes)], "config": settings})
+    shapes = [(case.batch_size, case.seq_len) for case in suite.as_cases(shapes)]
+    ask = json.dumps({"stage": stage, "arch": arch, "shapes": shapes, "config": settings})
     done = subprocess.run(
         [sys.executable, "-m", "qkvlab.aot", ask], capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"}
     )

@@ -95,6 +95,11 @@ def test_methods_are_never_averaged_together(run):
         records.means(mixed)
 
 
+def test_rows_of_two_runs_are_never_averaged_in_a_table(run):
+    with pytest.raises(ValueError, match="duplicate"):
+        records.latencies(pd.concat([run, run]))
+
+
 def test_a_saved_run_reads_back_the_same(run, tmp_path, monkeypatch):
     monkeypatch.setattr(records.tables, "DATA", tmp_path)
     records.save(run)
@@ -126,6 +131,12 @@ def test_latency_plot_shows_every_case_stage_and_share(run):
     assert sorted(int(text.split("%")[0]) for text in shares) == sorted(round(100 * share) for share in best)
     labels = {line.get_label() for line in axes.get_lines()}
     assert set(run.impl) <= labels and "bound, datasheet" in labels
+
+
+def test_latency_plot_takes_rows_that_were_put_together(run):
+    mine = run[run.impl == "fused"].assign(impl="mine", median_us=1.0, sol_share=0.5)
+    shares = plots.latency_vs_sol(pd.concat([run, mine.set_axis(run.index[run.impl == "tma"])])).axes[0].texts
+    assert sum("50%  mine" in text.get_text() for text in shares) == 16
 
 
 def test_leaderboard_says_the_gpu_of_every_row(run):
