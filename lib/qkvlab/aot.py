@@ -25,9 +25,9 @@ MMA = {"sm_90": r"wgmma\.mma_async|mma\.sync", "sm_100": r"tcgen05\.mma|mma\.syn
 def compiled(stage, arch, shapes, config=None):
     """What `stage` (a name in IMPLEMENTATIONS) launches for each of `shapes`, compiled for `arch`.
 
-    shapes: (batch_size, seq_len) or qkvlab.Case, or a list. config: a launch.Config in the place of the stage's heuristic. Returns a DataFrame: stage, arch, batch_size, seq_len,
-    kernel, shared_bytes, registers, spill_bytes (stack frame and local memory), code_bytes, mma (the matrix instruction in
-    the PTX, '' if none). Raises ValueError for an unknown stage or arch, UnsupportedError where the stage does not run on the
+    shapes: (batch_size, seq_len) or qkvlab.Case, or a list. config: a launch.Config in the place of the stage's heuristic.
+    Returns a DataFrame: stage, arch, batch_size, seq_len, kernel, shared_bytes, registers, spill_bytes (stack frame and local
+    memory), code_bytes, mma (the matrix instruction in the PTX, '' if none). Raises ValueError for an unknown stage or arch, UnsupportedError where the stage does not run on the
     arch, RuntimeError with the compiler's words.
     """
     if stage not in api.IMPLEMENTATIONS or arch not in ARCHITECTURES:

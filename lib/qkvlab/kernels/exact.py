@@ -1,8 +1,8 @@
 """exact: fp32's accuracy on tensor cores. Every operand is two fp16, high + low, and three of the four products are kept.
 
 x = high + low to 22 bits, so high * high + high * low + low * high misses only low * low, well below what fp32 loses in a
-sum. The rows are scaled as in pair. Tensor cores truncate when they add to an accumulator: summed there over all of K, an error
-of 5.4e-6 was left where PyTorch's fp32 has 5.7e-7 (H200, 2026-11-30, Triton 3.6.0, worst of the 16 cases). So a chunk of
+sum. The rows are scaled as in pair. Tensor cores truncate when they add to an accumulator: summed there over all of K, an
+error of 5.4e-6 was left where PyTorch's fp32 has 5.7e-7 (H200, 2026-11-30, Triton 3.6.0, worst of the 16 cases). So a chunk of
 K is summed in the tensor cores, and chunks are summed in fp32 registers, which round: 1.5e-7 is left (data/errors).
 
 The kernels are pair's, with LOW. Ledger: 2 launches; three times the FLOPs, at fp16's rate; the cast writes twice as much.

@@ -3,8 +3,8 @@
 The products are tf32: 8 exponent bits as fp32 has, so any scale is right, and 10 bits of mantissa. Hopper's wgmma
 truncates an fp32 operand to tf32, and truncation leans one way: with both operands truncated 6 of the 16 cases fail the
 board's rule. So hidden_states are rounded here, in registers, on their way to the tensor cores. The weights are left to
-truncation: they would have to go from registers back to shared memory, which costs half as much again at M = 8192 (H200, 2026-11-30,
-Triton 3.6.0, CUPTI medians: 325 µs with both rounded, 219 µs with one), and one rounded operand is enough to pass.
+truncation: they would have to go from registers back to shared memory, which costs half as much again at M = 8192 (H200,
+2026-11-30, Triton 3.6.0, CUPTI medians: 325 µs with both rounded, 219 µs with one), and one rounded operand is enough to pass.
 """
 
 import triton
