@@ -27,8 +27,8 @@ def compiled(stage, arch, shapes, config=None):
 
     shapes: (batch_size, seq_len) or qkvlab.Case, or a list. config: a launch.Config in the place of the stage's heuristic.
     Returns a DataFrame: stage, arch, batch_size, seq_len, kernel, shared_bytes, registers, spill_bytes (stack frame and local
-    memory), code_bytes, mma (the matrix instruction in the PTX, '' if none). Raises ValueError for an unknown stage or arch, UnsupportedError where the stage does not run on the
-    arch, RuntimeError with the compiler's words.
+    memory), code_bytes, mma (the matrix instruction in the PTX, '' if none). Raises ValueError for an unknown stage or arch,
+    UnsupportedError where the stage does not run on the arch, RuntimeError with the compiler's words.
     """
     if stage not in api.IMPLEMENTATIONS or arch not in ARCHITECTURES:
         raise ValueError(
