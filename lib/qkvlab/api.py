@@ -14,6 +14,7 @@ from .kernels.pair import pair
 from .kernels.persistent import persistent
 from .kernels.split import split
 from .kernels.tma import tma
+from .kernels.wide import saves_a_wave, wide
 from .problem import EPS, Stage, UnsupportedError
 
 _ANYWHERE = "interpreter, sm_80 and newer"
@@ -27,6 +28,7 @@ IMPLEMENTATIONS = {
         Stage("split", split, "tf32", 2, "one launch for the projections, one for the norms", _ANYWHERE),
         Stage("fused", fused, "tf32", 1, "the norm in the GEMM's epilogue", _ANYWHERE),
         Stage("tma", tma, "tf32", 1, "the copy engine loads and rounds the tiles", _TMA, needs_tma),
+        Stage("wide", wide, "tf32", 1, "half a head of value_states beside each head of the others", _TMA, needs_tma),
         Stage("pair", pair, "fp16", 2, "everything cast to scaled fp16, then the fused GEMM", _ANYWHERE),
         Stage("persistent", persistent, "fp16", 2, "cast, epilogue and stores beside the products", _WGMMA, needs_wgmma),
         Stage("exact", exact, "3xfp16", 2, "three products of high and low fp16 parts", _ANYWHERE),
@@ -71,8 +73,8 @@ def chosen(M, device):
     """M = batch_size * seq_len, torch.device or its name -> Choice.
 
     On a GPU that was tuned for, tuned_for decides; where its winner does not run (an older Triton), the runner-up does.
-    Elsewhere a heuristic: tma up to M = 1024, above it persistent, or pair where that does not run, and without TMA fused
-    below and pair above.
+    Elsewhere a heuristic: up to M = 1024 tma, or wide where that saves a wave; above it persistent, or pair where that does not
+    run; and without TMA fused below and pair above.
     Raises UnsupportedError for a CUDA device where there is none.
     """
     device = torch.device(device)
@@ -90,7 +92,7 @@ def chosen(M, device):
         for stage, config in ranked:
             if runs(stage):
                 return Choice(stage, Config(**config), f"tuned at M = {tuned_m}")
-    ranked = ("tma", "fused") if M <= 1024 else ("persistent", "pair")
+    ranked = ("wide" if saves_a_wave(M, device) else "tma", "fused") if M <= 1024 else ("persistent", "pair")
     return Choice(next(filter(runs, ranked)), None, "heuristic: nobody tuned for this GPU")
 
 

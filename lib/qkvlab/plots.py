@@ -16,6 +16,7 @@ STYLES = {
     "fused": ("s", "#3f7fae", "0.1"),
     "cublas_fp16": ("p", "none", "0.35"),
     "tma": ("P", "#e3b23c", "0.1"),
+    "wide": ("H", "#f2d388", "0.1"),
     "pair": ("X", "#6a994e", "0.1"),
     "persistent": ("d", "#c97b63", "0.1"),
     "exact": ("h", "#7b5ea7", "0.1"),

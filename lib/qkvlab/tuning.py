@@ -20,29 +20,31 @@ import torch
 from tqdm import tqdm
 
 from . import api, hardware, problem, suite, tables, timing, verification
-from .kernels import launch, pair, persistent, tile, tma
+from .kernels import launch, pair, persistent, tile, tma, wide
 
 ROUNDS = 20
 TIE = 0.02  # of the fastest's time: nearer than two stages are told apart from one run to the next
 
 
 def shapes(device):
-    """[(1, M)]: where tma's choices end on this device, and the suite's M.
+    """[(1, M)]: where the choices of tma and wide end on this device, and the suite's M.
 
-    They end at the largest M of which all tiles run at once, for each tile of tma.LADDER and for two CTAs a multiprocessor.
+    They end at the largest M of which all tiles run at once, for each tile of their ladders and for two CTAs of tma a multiprocessor.
     """
     count, heads = launch.sm_count(device), 3 * problem.NUM_HEADS
     ends = [count // heads * config.BLOCK_M for config in tma.LADDER] + [2 * count // heads * tma.TWO_A_MULTIPROCESSOR.BLOCK_M]
+    ends += [count // wide.TILES * config.BLOCK_M for config in wide.LADDER]
     return [(1, M) for M in sorted({*ends, *(case.m for case in suite.cases())}) if M]
 
 
 def candidates(M, device):
-    """[(stage, Config)] worth timing at M: of each stage that can lead its heuristic, of tma and pair what lies around it too.
+    """[(stage, Config)] worth timing at M: of each stage that can lead its heuristic, of tma, wide and pair what lies around it too.
 
     In the order in which one is taken where times tell nothing: by launches, then by tokens to a tile.
     """
     found = [("fused", tile.heuristic(M, device))]
     found += [("tma", config) for config in (*tma.LADDER, tma.TWO_A_MULTIPROCESSOR) if M <= 64 * config.BLOCK_M]
+    found += [("wide", config) for config in wide.LADDER if M <= 16 * config.BLOCK_M]
     if M <= 512:
         return [*found, ("pair", pair.heuristic(M, device))]
     tiles = product([(64, 4), (128, 8)], [3, 4])

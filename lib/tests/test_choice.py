@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qkvlab import IMPLEMENTATIONS, Stage, UnsupportedError, api, hardware, reference, tables, tuned, tuning
-from qkvlab.kernels import launch, pair
+from qkvlab.kernels import launch, pair, wide
 from qkvlab.kernels.launch import Config
 
 CUDA = torch.device("cuda", 0)
@@ -22,6 +22,7 @@ def on(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(wide, "sm_count", lambda device: 132)
         monkeypatch.setattr(tuned, "known", lambda: known)
         monkeypatch.setattr(tuned, "classes", tuned.classes.__wrapped__)
         return api.chosen.__wrapped__
@@ -38,13 +39,20 @@ def test_the_smallest_class_that_is_not_below(on):
 
 def test_a_gpu_that_nobody_tuned_for_works_and_says_so(on):
     chosen = on("NVIDIA B300", (10, 3), {"H200": ((64, (("tma", FAKE["config"]),)),)})
-    assert [chosen(m, CUDA).stage for m in (1, 1024, 1025)] == ["tma", "tma", "pair"]
+    assert [chosen(m, CUDA).stage for m in (1, 1024, 1025)] == ["tma", "wide", "pair"]
     assert chosen(1, CUDA).why == "heuristic: nobody tuned for this GPU" and chosen(1, CUDA).config is None
 
 
 def test_a_hopper_that_nobody_tuned_for(on):
     chosen = on("NVIDIA H100", (9, 0), {})
-    assert [chosen(m, CUDA).stage for m in (1024, 1025)] == ["tma", "persistent"]
+    assert [chosen(m, CUDA).stage for m in (1024, 1025)] == ["wide", "persistent"]
+
+
+def test_wide_where_its_tiles_are_one_wave_and_those_of_tma_are_not(on):
+    chosen = on("NVIDIA H100", (9, 0), {})
+    stages = [chosen(m, CUDA).stage for m in range(1, 1025)]
+    changes = [m for m in range(2, 1025) if stages[m - 1] != stages[m - 2]]
+    assert stages[0] == "tma" and changes == [5 * 64 + 1, 8 * 64 + 1, 5 * 128 + 1]
 
 
 def test_where_the_winner_does_not_run_the_runner_up_does(on, monkeypatch):
@@ -84,7 +92,7 @@ def test_what_is_written_is_what_is_read(tmp_path, monkeypatch):
 
 def test_of_two_that_tie_the_first_candidate_wins():
     proposed = tuning.candidates(1024, CUDA)
-    stages = ["fused", "tma", "pair", "persistent"]
+    stages = ["fused", "tma", "wide", "pair", "persistent"]
     assert proposed == sorted(proposed, key=lambda found: (stages.index(found[0]), found[1].BLOCK_M))
     assert ("pair", pair.heuristic(1024, CUDA)) in proposed
     one, two = (next(found for found in proposed if found[0] == stage) for stage in ("tma", "pair"))
@@ -104,7 +112,7 @@ def test_shapes_to_tune_follow_the_multiprocessors(monkeypatch):
         monkeypatch.setattr(tuning.launch, "sm_count", lambda device: count)
         sizes[count] = [M for _, M in tuning.shapes(CUDA)]
     assert sizes[132] == [80, 128, 131, 160, 256, 320, 512, 586, 640, 1024, 1408, 2048, 2164, 4096, 6184, 8192]
-    assert sizes[148] == [96, 128, 131, 192, 256, 384, 512, 586, 768, 1024, 1536, 2048, 2164, 4096, 6184, 8192]
+    assert sizes[148] == [96, 128, 131, 192, 256, 384, 512, 576, 586, 768, 1024, 1152, 1536, 2048, 2164, 4096, 6184, 8192]
 
 
 def test_every_candidate_is_a_stage_with_a_configuration():
