@@ -68,9 +68,9 @@ def newest():
     return tables.read(max(files, key=lambda file: (file.stem, file)), RUN_COLUMNS)
 
 
-def save(rows, kind="runs"):
-    """Write rows, which have gpu and date, to their `path`, in the place of a table of that day; returns the path."""
-    file = path(kind, rows.gpu.iloc[0], rows.date.iloc[0])
+def save(rows, kind="runs", file=None):
+    """Write rows, which have gpu and date, to `file`, or to their `path`, in the place of a table of that day; returns the path."""
+    file = file or path(kind, rows.gpu.iloc[0], rows.date.iloc[0])
     file.parent.mkdir(parents=True, exist_ok=True)
     columns = list(RUN_COLUMNS) if kind == "runs" else list(rows)
     rows[columns].to_csv(file, index=False, float_format="%.6g" if kind == "errors" else "%.3f")
@@ -78,12 +78,12 @@ def save(rows, kind="runs"):
 
 
 def add(rows, kind, columns):
-    """As save, but what a table of that day says of other stages stays; columns: the kind's, {name: type}."""
+    """As save, but what a table of that day says of other stages, of whichever day, stays; columns: the kind's, {name: type}."""
     file = path(kind, rows.gpu.iloc[0], rows.date.iloc[0])
     if file.exists():
         earlier = tables.read(file, columns)
         rows = pd.concat([earlier[~earlier.impl.isin(rows.impl)], rows])
-    return save(rows[list(columns)], kind)
+    return save(rows[list(columns)], kind, file)
 
 
 def against_sol(rows):

@@ -69,12 +69,15 @@ def test_what_is_added_leaves_other_stages_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "DATA", tmp_path)
     columns = {"gpu": str, "impl": str, "us": float, "date": str}
 
-    def rows(**us):
-        return pd.DataFrame([("H200", impl, value, "2026-11-30") for impl, value in us.items()], columns=list(columns))
+    def rows(date, **us):
+        return pd.DataFrame([("H200", impl, value, date) for impl, value in us.items()], columns=list(columns))
 
-    records.add(rows(fused=1.0, tma=2.0), "judge", columns)
-    path = records.add(rows(tma=3.0, pair=4.0), "judge", columns)
-    assert tables.read(path, columns).set_index("impl").us.to_dict() == {"fused": 1.0, "tma": 3.0, "pair": 4.0}
+    today = records.save(rows("2026-11-30", fused=1.0, tma=2.0), "judge", records.path("judge", "H200", "2026-12-01"))
+    for added in ({"tma": 3.0, "pair": 4.0}, {"pair": 5.0}):
+        assert records.add(rows("2026-12-01", **added), "judge", columns) == today
+    found = tables.read(today, columns).set_index("impl")
+    assert found.us.to_dict() == {"fused": 1.0, "tma": 3.0, "pair": 5.0}
+    assert found.date.to_dict() == {"fused": "2026-11-30", "tma": "2026-12-01", "pair": "2026-12-01"}
 
 
 def test_doubts_are_flagged(run):
