@@ -26,7 +26,7 @@ def heuristic(M, device):
     """M, torch.device -> the smallest tile of the ladder that has every tile running at once, or the largest.
 
     On an H200 (2026-12-01, Triton 3.7.1, CUPTI medians): at M = 512 seven buffers of 32 columns take 12.3 µs, six 12.7, three
-    of 64 take 16.0. At 1024 four warps take 21.5 µs, eight 22.0.
+    of 64 take 16.0. At 1024 four warps take 21.4 µs, eight 22.0.
     """
     return next((config for config in LADDER if triton.cdiv(M, config.BLOCK_M) * TILES <= sm_count(device)), LADDER[-1])
 
