@@ -1,9 +1,9 @@
 """wide: a head of query or key and half a head of value_states to a tile, so that a row of tiles is 16 and not 24.
 
 value_states are not normalised, so their heads may be cut anywhere. A tile of 192 columns takes a whole head, whose rows can be
-normalised where they are, and 64 columns of value_states beside it: 16 such tiles are all 3072 columns. Where tiles of a head
-each do not all run at once, and twice the tokens to a tile would leave multiprocessors without one, these do, and they do:
-at M = 512, 128 of 132 multiprocessors have a tile of 64 x 192, where tma gives 96 of them 128 x 128.
+normalised where they are, and 64 columns of value_states beside it: 16 such tiles are all 3072 columns. That pays where tiles of
+a head each need two waves and these need one: at M = 512, 128 of 132 multiprocessors have a tile of 64 x 192, where tma gives
+96 of them 128 x 128.
 
 Ledger: as tma, but from the L2 the weights come once for every BLOCK_M tokens and hidden_states 16 times. Predicted for
 M = 512: 14.8 µs to 13.6, for a quarter less of products on as many bytes; measured 12.2. For 1024: 19.5; measured 21.4.
