@@ -29,9 +29,9 @@ IMPLEMENTATIONS = {
         Stage("fused", fused, "tf32", 1, "the norm in the GEMM's epilogue", _ANYWHERE),
         Stage("tma", tma, "tf32", 1, "the copy engine loads and rounds the tiles", _TMA, needs_tma),
         Stage("wide", wide, "tf32", 1, "half a head of value_states beside each head of the others", _TMA, needs_tma),
-        Stage("pair", pair, "fp16", 2, "everything cast to scaled fp16, then the fused GEMM", _ANYWHERE),
+        Stage("pair", pair, "fp16", 2, "everything cast to scaled fp16, then the fused GEMM", _TMA, needs_tma),
         Stage("persistent", persistent, "fp16", 2, "cast, epilogue and stores beside the products", _WGMMA, needs_wgmma),
-        Stage("exact", exact, "3xfp16", 2, "three products of high and low fp16 parts", _ANYWHERE),
+        Stage("exact", exact, "3xfp16", 2, "three products of high and low fp16 parts", _TMA, needs_tma),
     )
 }
 
@@ -74,7 +74,7 @@ def chosen(M, device):
 
     On a GPU that was tuned for, tuned_for decides; where its winner does not run (an older Triton), the runner-up does.
     Elsewhere a heuristic: up to M = 1024 tma, or wide where that saves a wave; above it persistent, or pair where that does not
-    run; and without TMA fused below and pair above.
+    run; and fused on a GPU without TMA.
     Raises UnsupportedError for a CUDA device where there is none.
     """
     device = torch.device(device)
@@ -92,8 +92,8 @@ def chosen(M, device):
         for stage, config in ranked:
             if runs(stage):
                 return Choice(stage, Config(**config), f"tuned at M = {tuned_m}")
-    ranked = ("wide" if saves_a_wave(M, device) else "tma", "fused") if M <= 1024 else ("persistent", "pair")
-    return Choice(next(filter(runs, ranked)), None, "heuristic: nobody tuned for this GPU")
+    ranked = ("wide" if saves_a_wave(M, device) else "tma",) if M <= 1024 else ("persistent", "pair")
+    return Choice(next(filter(runs, (*ranked, "fused"))), None, "heuristic: nobody tuned for this GPU")
 
 
 def contenders():

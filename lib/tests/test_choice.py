@@ -64,7 +64,7 @@ def test_where_the_winner_does_not_run_the_runner_up_does(on, monkeypatch):
 
 def test_without_tma(on):
     chosen = on("NVIDIA A100", (8, 0), {})
-    assert [chosen(m, CUDA).stage for m in (1, 2048)] == ["fused", "pair"]
+    assert [chosen(m, CUDA).stage for m in (1, 2048)] == ["fused", "fused"]
 
 
 def test_without_a_gpu(monkeypatch):

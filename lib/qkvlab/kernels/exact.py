@@ -27,5 +27,8 @@ def heuristic(M, device):
 
 @operation
 def exact(inputs, out, config=None):
-    """The operation in two launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises."""
+    """The operation in two launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises.
+
+    Raises UnsupportedError on a GPU without TMA (before compute capability 9.0).
+    """
     pair.cast_and_multiply(inputs, out, config or heuristic(inputs.M, inputs.hidden_states.device), low=True)

@@ -7,8 +7,7 @@ scale: where one element is a billion times the others of its row, the others lo
 
 Ledger: 2 launches; the same FLOPs. The cast reads every input once and writes half of it: 12.6 MB + 4 KiB a token read,
 6.3 MB + 2 KiB a token written; the GEMM finds those in the L2. It saves what fused spends on rounding inside the main
-loop, where every tile of hidden_states is converted 24 times. The GEMM loads by plain pointers, from when tensor maps were made
-between the launches and the second came late (data/trials: 75 µs at M = 2048); launch.prepare would allow maps now.
+loop, where every tile of hidden_states is converted 24 times.
 """
 
 from functools import partial
@@ -16,9 +15,10 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, WEIGHT_ROWS, operation
-from .launch import Config, capability, launch_together, meta, prepare
+from .launch import Config, capability, launch_together, meta, needs_tma, prepare
 from .tile import rms_norm, store_tile
 
 
@@ -77,14 +77,14 @@ def cast_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def gemm_kernel(
-    cast, unscale, q_norm_weight, k_norm_weight, q, k, v,
+    x_desc, w_desc, unscale, q_norm_weight, k_norm_weight, q, k, v,
     M, eps,
     K: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """q, k, v [M, HEADS * D] fp32 from what cast_kernel wrote; program (i, i_m) makes one head of one projection.
 
-    LOW: from high and low parts, three products (see exact.py).
+    x_desc, w_desc: cast, as tiles of BLOCK_M and of D rows. LOW: from high and low parts, three products (see exact.py).
     """
     N: tl.constexpr = HEADS * D
     i_proj, i_head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -97,22 +97,19 @@ def gemm_kernel(
         norm_weight, out = k_norm_weight, v
     o_m = i_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.program_id(0) * D + tl.arange(0, D)
-    o_k = tl.arange(0, BLOCK_K)
     tl.static_assert(K % BLOCK_K == 0)
-    # Rows beyond M read others, and are never stored: no mask stands between memory and the tensor cores. Did they all read
-    # one, the L2 would have its line asked for a hundred times a step.
-    p_x = cast + (3 * N + o_m % M)[:, None] * K + o_k[None, :]
-    p_w = cast + o_n[None, :] * K + o_k[:, None]
+    # Rows behind the last of x are others', or zeros behind them all; what comes of them is never stored.
+    i_x, i_w = 3 * N + i_m * BLOCK_M, tl.program_id(0) * D
     if PDL:
         tl.extra.cuda.gdc_wait()
     b_acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-    low = (3 * N + tl.cast(M, tl.int64)) * K
+    low = 3 * N + M
     for i_k in range(0, K, BLOCK_K):
-        b_x, b_w = tl.load(p_x + i_k), tl.load(p_w + i_k)
+        b_x, b_w = x_desc.load([i_x, i_k]), w_desc.load([i_w, i_k]).T
         if LOW:
             # The small products first; each chunk starts from zero, and the sum over chunks is taken in fp32 registers.
-            b_chunk = tl.dot(tl.load(p_x + low + i_k), b_w)
-            b_chunk = tl.dot(b_x, tl.load(p_w + low + i_k), b_chunk)
+            b_chunk = tl.dot(x_desc.load([low + i_x, i_k]), b_w)
+            b_chunk = tl.dot(b_x, w_desc.load([low + i_w, i_k]).T, b_chunk)
             b_acc += tl.dot(b_x, b_w, b_chunk)
         else:
             b_acc = tl.dot(b_x, b_w, b_acc)
@@ -128,19 +125,23 @@ def gemm_kernel(
 
 @operation
 def pair(inputs, out, config=None):
-    """The operation in two launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises."""
+    """The operation in two launches: shapes and dtypes as in problem.Inputs and problem.QKV, errors as problem.check_arguments raises.
+
+    Raises UnsupportedError on a GPU without TMA (before compute capability 9.0).
+    """
     cast_and_multiply(inputs, out, config or heuristic(inputs.M, inputs.hidden_states.device), low=False)
 
 
 def cast_and_multiply(inputs, out, config, *, low):
     """Both launches; low: with the low parts too."""
     states, M = inputs.hidden_states, inputs.M
+    needs_tma(states.device)
     # Allocated by the call, so two calls in flight never share it.
     cast = states.new_empty((1 + low) * (WEIGHT_ROWS + M), HIDDEN_SIZE, dtype=torch.float16)
     unscale = states.new_empty(WEIGHT_ROWS + M)
     cast_rows = 256 if states.device.type == "cpu" else 4  # the interpreter's time goes with the number of programs
     # Programmatic dependent launch: the second grid is set up while the first runs, and waits for it inside.
-    pdl = (capability(states.device) or (0, 0)) >= (9, 0)
+    pdl = capability(states.device) is not None
     first = partial(
         prepare, cast_kernel, (triton.cdiv(WEIGHT_ROWS + M, cast_rows),),
         *inputs[:4], cast, unscale, M,
@@ -148,7 +149,9 @@ def cast_and_multiply(inputs, out, config, *, low):
     )  # fmt: skip
     second = partial(
         prepare, gemm_kernel, (3 * NUM_HEADS, triton.cdiv(M, config.BLOCK_M)),
-        cast, unscale, *inputs[4:6], *out, M, inputs.eps,
+        TensorDescriptor.from_tensor(cast, [config.BLOCK_M, config.BLOCK_K]),
+        TensorDescriptor.from_tensor(cast, [HEAD_DIM, config.BLOCK_K]),
+        unscale, *inputs[4:6], *out, M, inputs.eps,
         K=HIDDEN_SIZE, HEADS=NUM_HEADS, D=HEAD_DIM, LOW=low, PDL=pdl, **meta(config), launch_pdl=pdl,
     )  # fmt: skip
     launch_together(states.device, first, second)
