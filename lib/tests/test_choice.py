@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qkvlab import IMPLEMENTATIONS, Stage, UnsupportedError, api, hardware, reference, tables, tuned, tuning
-from qkvlab.kernels import launch, pair, wide
+from qkvlab.kernels import exact, launch, pair
 from qkvlab.kernels.launch import Config
 
 CUDA = torch.device("cuda", 0)
@@ -22,7 +22,7 @@ def on(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(wide, "sm_count", lambda device: 132)
+        monkeypatch.setattr(launch, "sm_count", lambda device: 132)
         monkeypatch.setattr(tuned, "known", lambda: known)
         monkeypatch.setattr(tuned, "classes", tuned.classes.__wrapped__)
         return api.chosen.__wrapped__
@@ -53,6 +53,13 @@ def test_wide_where_its_tiles_are_one_wave_and_those_of_tma_are_not(on):
     stages = [chosen(m, CUDA).stage for m in range(1, 1025)]
     changes = [m for m in range(2, 1025) if stages[m - 1] != stages[m - 2]]
     assert stages[0] == "tma" and changes == [5 * 64 + 1, 8 * 64 + 1, 5 * 128 + 1]
+
+
+@pytest.mark.parametrize("heuristic, changes", [(pair.heuristic, [5 * 64, 5 * 128]), (exact.heuristic, [5 * 64, 11 * 64])])
+def test_tiles_grow_where_they_no_longer_run_at_once(monkeypatch, heuristic, changes):
+    monkeypatch.setattr(launch, "sm_count", lambda device: 132)
+    configs = [heuristic(m, CUDA) for m in range(1, 2049)]
+    assert [m for m in range(1, 2048) if configs[m] != configs[m - 1]] == changes
 
 
 def test_where_the_winner_does_not_run_the_runner_up_does(on, monkeypatch):
@@ -90,7 +97,8 @@ def test_what_is_written_is_what_is_read(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "tuned" / "H200.json").read_text())["classes"][0]["median_us"] == 9.2
 
 
-def test_of_two_that_tie_the_first_candidate_wins():
+def test_of_two_that_tie_the_first_candidate_wins(monkeypatch):
+    monkeypatch.setattr(launch, "sm_count", lambda device: 132)
     proposed = tuning.candidates(1024, CUDA)
     stages = ["fused", "tma", "wide", "pair", "persistent"]
     assert proposed == sorted(proposed, key=lambda found: (stages.index(found[0]), found[1].BLOCK_M))

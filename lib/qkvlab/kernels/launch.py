@@ -238,6 +238,11 @@ def sm_count(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def tiles_per_sm(M, block_m, row, device):
+    """How many tiles a multiprocessor has, with `row` of them for every block_m tokens: up to 1, all run at once."""
+    return triton.cdiv(M, block_m) * row / sm_count(device)
+
+
 def capability(device):
     """(major, minor) of the GPU that a launch on this device is for; while qkvlab.aot plans one, of its target. None on the CPU."""
     if recorder:

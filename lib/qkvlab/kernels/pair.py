@@ -18,22 +18,27 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, QKV_OUT_SIZE, WEIGHT_ROWS, operation
-from .launch import Config, capability, launch_together, meta, needs_tma, prepare
+from .launch import Config, capability, launch_together, meta, needs_tma, prepare, tiles_per_sm
 from .tile import rms_norm, store_tile
+
+LADDER = (
+    Config(BLOCK_M=64, BLOCK_K=64, num_warps=4, num_stages=6),
+    Config(BLOCK_M=128, BLOCK_K=64, num_warps=8, num_stages=4),
+)
+TWO_A_MULTIPROCESSOR = Config(BLOCK_M=128, BLOCK_K=64, num_warps=8, num_stages=3)
 
 
 def heuristic(M, device):
-    """M, torch.device -> Config of a BLOCK_M x 128 tile, several to a multiprocessor, so that one's stores hide behind another's products.
+    """M, torch.device -> the smallest tile of the ladder that has every tile running at once; beyond, two CTAs a multiprocessor.
 
-    `make tune` times both tiles in one run, whole calls: on an H200 (2026-11-30, Triton 3.7.1, data/tuned) those of 128 tokens,
-    two to a multiprocessor, come ahead of 64, three to one, from M = 2048 on; between 512 and that, other stages lead. In the
-    interpreter the largest.
+    With buffers that leave no room for a second CTA where one is enough: those with room double up while others stand idle. On an
+    H200 (2026-12-01, Triton 3.7.1, CUPTI medians): at M = 128 six buffers take 14.5 µs, three 19.5; at 512 tiles of 128 take
+    18.5 with four buffers, 23.7 with three, and at 2048, two to a multiprocessor, 35.6 with three. In the interpreter the largest.
     """
     if device.type == "cpu":
         return Config(BLOCK_M=128, BLOCK_K=256, num_warps=4, num_stages=1)
-    if M <= 512:
-        return Config(BLOCK_M=64, BLOCK_K=64, num_warps=4, num_stages=3)
-    return Config(BLOCK_M=128, BLOCK_K=64, num_warps=8, num_stages=3)
+    one_wave = (config for config in LADDER if tiles_per_sm(M, config.BLOCK_M, 3 * NUM_HEADS, device) <= 1)
+    return next(one_wave, TWO_A_MULTIPROCESSOR)
 
 
 @triton.jit(do_not_specialize=["M"])

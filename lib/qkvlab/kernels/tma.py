@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, operation
-from .launch import Config, launch, meta, needs_tma, rounding_descriptor, sm_count
+from .launch import Config, launch, meta, needs_tma, rounding_descriptor, tiles_per_sm
 
 LADDER = (
     Config(BLOCK_M=16, BLOCK_K=64, num_warps=4, num_stages=5),
@@ -33,10 +33,8 @@ def heuristic(M, device):
     buffers: at M = 256 tiles of 64 take 11.1 µs with 6 of them, 9.9 with 9. Fewer, wider buffers cost fewer barriers:
     tiles of 32 take 9.6 µs and not 9.2 with 10 buffers of 32 columns. At M = 1024, two to a multiprocessor: 25.5 µs.
     """
-    for config in LADDER:
-        if triton.cdiv(M, config.BLOCK_M) * 3 * NUM_HEADS <= sm_count(device):
-            return config
-    return TWO_A_MULTIPROCESSOR
+    one_wave = (config for config in LADDER if tiles_per_sm(M, config.BLOCK_M, 3 * NUM_HEADS, device) <= 1)
+    return next(one_wave, TWO_A_MULTIPROCESSOR)
 
 
 @triton.jit(do_not_specialize=["M", "tiles_m"])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..problem import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, operation
-from .launch import Config, launch, meta, needs_tma, rounding_descriptor, sm_count
+from .launch import Config, launch, meta, needs_tma, rounding_descriptor, tiles_per_sm
 
 LADDER = (
     Config(BLOCK_M=64, BLOCK_K=32, num_warps=4, num_stages=7),
@@ -28,13 +28,13 @@ def heuristic(M, device):
     On an H200 (2026-12-01, Triton 3.7.1, CUPTI medians): at M = 512 seven buffers of 32 columns take 12.3 µs, six 12.7, three
     of 64 take 16.0. At 1024 four warps take 21.4 µs, eight 22.0.
     """
-    return next((config for config in LADDER if triton.cdiv(M, config.BLOCK_M) * TILES <= sm_count(device)), LADDER[-1])
+    return next((config for config in LADDER if tiles_per_sm(M, config.BLOCK_M, TILES, device) <= 1), LADDER[-1])
 
 
 def saves_a_wave(M, device):
     """M, torch.device -> whether all tiles run at once where tma's, with as many tokens to a tile, would not."""
-    rows = triton.cdiv(M, heuristic(M, device).BLOCK_M)
-    return rows * TILES <= sm_count(device) < rows * 3 * NUM_HEADS
+    block_m = heuristic(M, device).BLOCK_M
+    return tiles_per_sm(M, block_m, TILES, device) <= 1 < tiles_per_sm(M, block_m, 3 * NUM_HEADS, device)
 
 
 @triton.jit(do_not_specialize=["M", "tiles_m"])
