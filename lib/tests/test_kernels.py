@@ -74,6 +74,18 @@ def test_any_two_scales(impl, states, weights, device):
 
 
 @stages
+@pytest.mark.parametrize("size", [2.0**-11, 2.0**5])
+def test_rows_of_weights_of_either_side_of_a_size(impl, size, device):
+    """persistent has one scale for all rows of weights whose largest element is between these, and others for the others."""
+    inputs = qkvlab.make_inputs(1, 6, device=device, seed=4)
+    for weight in inputs[1:4]:
+        weight *= size / weight.abs().amax(dim=1).median()
+        weight[::7] = 0.0
+    for out, expected in zip(run(impl, inputs), oracle(*inputs)):
+        assert relative(out, expected) < verification.RELATIVE_ERROR
+
+
+@stages
 @pytest.mark.parametrize("states, weights", [(1.0, 1e12), (1e-8, 1e24)])
 def test_a_head_of_large_and_small_rows(impl, states, weights, device):
     """Each column is as right as if it were alone: its row's scale is its own. The norm mixes the columns of a head, value_states does not."""

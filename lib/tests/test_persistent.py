@@ -19,11 +19,13 @@ import pytest
 from qkvlab.kernels import persistent
 
 HEADS, D, K, BLOCK = 8, 128, 1024, (128, 64)
+UNUSUAL = range(2, 3 * HEADS, 5)  # heads with weights that have other scales than usual
+USUAL_ROOT = persistent.USUAL_ROOT.value
 RUN = {
     "casting_warp", "weight_buffers", "kept_steps", "first_place", "next_place", "skipped", "queue_products", "done_before",
     "multiplying_warps", "fetching_warp", "result_of", "Plan", "most_tiles", "plan",
 }  # fmt: skip
-CONSTANTS = {"WARPS", "CASTING_WARPS", "CASTING_ROWS", "STEPS", "BUFFERS", "BARRIERS", "QUARTER"}
+CONSTANTS = {"WARPS", "CASTING_WARPS", "CASTING_ROWS", "STEPS", "BUFFERS", "BARRIERS", "QUARTER", "USUAL_ROOT"}
 PAUSING = {
     "casting_warp", "queue_products", "done_before", "multiplying_warps", "fetching_warp", "gdc_wait", "take", "claim", "publish",
     "wait_for", "wait", "arrive", "expect", "async_copy_global_to_shared", "warpgroup_mma", "warpgroup_mma_wait",
@@ -76,7 +78,7 @@ now = SimpleNamespace()  # the warp that runs, and the call it belongs to
 
 
 class gl:
-    constexpr = type("constexpr", (int,), {"value": property(int)})
+    constexpr = staticmethod(lambda x: type("constexpr", (type(x),), {"value": x})(x))
     to_tensor = staticmethod(lambda x: x)
     SliceLayout = BlockedLayout = staticmethod(lambda *args: None)
     float16 = float32 = None
@@ -236,7 +238,7 @@ def load_rows(source, i_row, end, K, ROWS, EVICTION):
     return i_row
 
 
-def store_cast(b_row, cast, unscale, i_row, end):
+def store_cast(b_row, cast, unscale, i_row, end, weights):
     assert i_row == 3 * HEADS * D + b_row, "other rows than were loaded"
     now.call.cast[b_row : b_row + now.call.module.CASTING_ROWS] += 1
 
@@ -265,31 +267,43 @@ def quarters(acc):
     return (acc,) * 4
 
 
-def unscale_quarter(quarter, i, b_row_unscale, s_unscale):
-    return (*quarter[:i], (quarter[i], b_row_unscale, s_unscale.value), *quarter[i + 1 :]), ()
+def any_unusual(b_column_root):
+    return b_column_root // D in UNUSUAL
 
 
-def alternated(b, b_rstd, s_norm):
-    return ((*b, b_rstd, s_norm.value),) * 2
+def unscaled(quarter, b_row_root, column_root):
+    return tuple((*part, b_row_root, column_root.at[0]) for part in quarter)
+
+
+def sum_of_squares(b):
+    return ()
+
+
+def row_factor(b_squares, b_row_root, column_root, i_proj, eps, D):
+    return b_row_root, column_root, i_proj
+
+
+def alternated(b, b_factor, s_norm):
+    return ((b, b_factor, s_norm.value),) * 2
 
 
 def store_half(b, out, i_head, i_row, M, i_column, RIGHT, HEADS, D):
     if i_row >= M:
         return
-    acc, row_unscale, column_unscale, rstd, norm = b
+    (*acc, row, column), factor, norm = b if i_head in UNUSUAL else ((*b[0], *2 * [None]), *b[1:])
     i_m, i_proj = i_row // BLOCK[0], i_head // HEADS
     assert {x for x, _ in acc} == {(X, i_m, k) for k in range(0, K, BLOCK[1])} and len(acc) == K // BLOCK[1], "not its rows"
     assert all(w == (W, i_head, k) for (_, _, k), w in acc), "not its weights"
-    assert (row_unscale, column_unscale) == (3 * HEADS * D + i_row, i_head * D), "not its scales"
-    assert rstd == norm == i_proj and out == "qkv"[i_proj], "not its projection"
+    scales = 3 * HEADS * D + i_row, i_head * D
+    if i_head in UNUSUAL:
+        assert (row, column) == scales and factor == (1.0, 1.0, i_proj) and norm == i_proj, "not its scales"
+    else:
+        assert factor == (scales[0], USUAL_ROOT, i_proj) and norm == i_proj * USUAL_ROOT, "not its scales"
+    assert out == "qkv"[i_proj], "not its projection"
     now.call.stored.append((i_m, i_head, i_column, RIGHT, now.warp.part))
 
 
 def norm_of(q_norm_weight, k_norm_weight, i_proj, o_column):
-    return i_proj
-
-
-def inverse_rms(b_squares, i_proj, eps, D):
     return i_proj
 
 
@@ -346,7 +360,6 @@ class Call:
                 Pointer(np.zeros(1, int)),
                 None,
                 None,
-                Shared(),
                 Shared(),
                 self.M,
                 *self.division,
@@ -440,6 +453,8 @@ def test_other_numbers_of_buffers(kernel, stages):
         ("i_item = gl.where(claim(claimed + i_item), i_item, -1)", "i_item = i_item"),  # and taken without a claim
         ("            wait_for(counter + 1 + i_m, BLOCK_M)", "            wait_for(counter + 1 + i_m, BLOCK_M - 2)"),
         ("warpgroup_mma_wait(1, deps", "warpgroup_mma_wait(2, deps"),  # a buffer is given back too early
+        ("b_root = gl.where(unusual, 1.0, b_row_root)", "b_root = b_row_root"),  # scales are undone twice
+        ("        s_norm.store(b_norm * column_root)", "        s_norm.store(b_norm)"),
     ],
 )
 def test_an_error_would_show(change):

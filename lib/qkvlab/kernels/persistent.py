@@ -4,8 +4,10 @@ As in pair, everything is cast to scaled fp16 first, but of hidden_states only w
 launch, queued behind it by programmatic dependent launch, has one CTA on each multiprocessor and divides its warps:
 one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, two cast the rows of hidden_states beyond those,
 if there are any, before their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps
-finish the other: they undo scales and sum squares in four pieces, every second step of K, then normalise and store in
-eight, one a step, so that stores are spread over the second half of a tile's time. Results leave from registers, 16 bytes a
+finish the other: they sum squares in four pieces, every second step of K, then normalise and store in eight, one a step, so
+that stores are spread over the second half of a tile's time. Each instruction of this counts: a multiplication less for every
+element is half a microsecond at M = 4096. So weights of usual size all have the same scale, and what undoes the scales is one
+factor a row, and part of the norm's weight for a column. Results leave from registers, 16 bytes a
 thread: a tensor map deals the columns so that a thread has neighbours.
 
 Fewer bytes for the same products make large M faster. So all but a few CTAs stay with one head, and go through K forth in one
@@ -49,6 +51,7 @@ CASTING_ROWS = gl.constexpr(2)  # that a casting warp takes at a time: a row is 
 BUFFERS = gl.constexpr(14)  # of 16 KiB, in all: they fill the shared memory
 STEPS = gl.constexpr(16)  # of a tile: one takes BLOCK_K columns of K
 BARRIERS = gl.constexpr(8)  # of each kind, for the steps in turn: a tile goes round twice
+USUAL_ROOT = gl.constexpr(2.0**-5)  # of what undoes the scale of weights of usual size: see store_cast
 QUARTER = gl.constexpr(32)  # of the columns of a head, which the epilogue takes at a time
 
 
@@ -76,17 +79,19 @@ def load_rows(source, i_row, end, K: gl.constexpr, ROWS: gl.constexpr, EVICTION:
 
 
 @gluon.jit
-def store_cast(b_row, cast, unscale, i_row, end):
+def store_cast(b_row, cast, unscale, i_row, end, weights):
     """Store b_row [ROWS, K] as rows i_row... of cast [..., K] fp16, scaled, and in unscale [...] fp32 the root of what undoes that; none from row `end` on.
 
-    A row is scaled by a power of four, until its largest element is between 2^13 and 2^15, or by 2^126 at most. An element
-    2^38 times smaller than that becomes 0, and NaN where it meets an inf of the other operand. An inf counts as 2^128: it
-    stays inf, and the small elements of its row become 0.
+    A row of `weights` whose largest element is between 2^-11 and 2^5 is scaled by 2^10, as all such rows. Any other row is scaled
+    by a power of four, until its largest element is between 2^13 and 2^15, or by 2^126 at most. An element 2^38 times smaller
+    than that (of the usual weights: below 2^-35) becomes 0, and NaN where it meets an inf of the other operand. An inf counts as
+    2^128: it stays inf, and the small elements of its row become 0.
     """
     o_row = i_row + gl.arange(0, b_row.shape[0], layout=gl.SliceLayout(1, row_layout(gl.num_warps())))
     o_k = gl.arange(0, b_row.shape[1], layout=gl.SliceLayout(0, row_layout(gl.num_warps())))
-    b_exponent = gl.maximum(gl.max(gl.abs(b_row), axis=1).to(gl.int32, bitcast=True) >> 23, 15)
-    b_root_exponent = (b_exponent + 114) >> 1
+    b_exponent = gl.max(gl.abs(b_row), axis=1).to(gl.int32, bitcast=True) >> 23
+    b_usual = weights & (b_exponent >= 127 - 11) & (b_exponent < 127 + 5)
+    b_root_exponent = gl.where(b_usual, 127 - 5, (gl.maximum(b_exponent, 15) + 114) >> 1)
     b_scaled = b_row * ((381 - 2 * b_root_exponent) << 23).to(gl.float32, bitcast=True)[:, None]
     gl.store(
         cast + o_row.to(gl.int64)[:, None] * b_row.shape[1] + o_k[None, :], b_scaled.to(gl.float16), mask=(o_row < end)[:, None]
@@ -117,7 +122,7 @@ def first_rows_kernel(
             source = k_weight
         if i_row >= 2 * N:
             source = v_weight
-    store_cast(load_rows(source, i_source, end, K, ROWS, "evict_first"), cast, unscale, i_row, 3 * N + M)
+    store_cast(load_rows(source, i_source, end, K, ROWS, "evict_first"), cast, unscale, i_row, 3 * N + M, i_row < 3 * N)
 
 
 @gluon.jit
@@ -211,7 +216,7 @@ def casting_warp(
             i_next = gl.where(i < items, i_next, -1)
             i_row = first_rows + i_item * CASTING_ROWS
             if i_item >= 0:
-                store_cast(b_row, cast, unscale, WEIGHT_ROWS + i_row, WEIGHT_ROWS + M)
+                store_cast(b_row, cast, unscale, WEIGHT_ROWS + i_row, WEIGHT_ROWS + M, False)
             if i_next >= 0:  # on their way while publish waits for these stores
                 b_row = load_rows(x, first_rows + i_next * CASTING_ROWS, M, K, CASTING_ROWS, "")
             if i_item >= 0:
@@ -252,27 +257,42 @@ def dealt(o):
 
 
 @gluon.jit
-def unscale_quarter(quarter, i: gl.constexpr, b_row_unscale, s_unscale):
-    """The quarters of a tile, the i-th as it would be of operands that were not scaled, and its rows' sums of squares.
-
-    What undoes the scales of a row and a column may have a product that leaves fp32's range where the result does not. The
-    product of the roots, which b_row_unscale and s_unscale hold, never does; multiplied by it twice, a sum leaves the range
-    only where the result does.
-    """
-    b_column_unscale = s_unscale.slice(QUARTER * i, QUARTER).load(gl.SliceLayout(0, wgmma_layout(QUARTER)))
-    b_root = b_row_unscale[:, None] * b_column_unscale[None, :]
-    b = quarter[i] * b_root * b_root
-    return quarter[:i] + (b,) + quarter[i + 1 :], gl.sum(b * b, axis=1)
+def any_unusual(b_column_root):
+    """Whether a column of the tile has another scale than weights of usual size."""
+    return gl.max((b_column_root != USUAL_ROOT).to(gl.int32), axis=0) != 0
 
 
 @gluon.jit
-def inverse_rms(b_squares, i_proj, eps, D: gl.constexpr):
-    """1 / root mean square of rows from their sums of squares; 1 for value_states, which are not normalised.
+def unscaled(quarter, b_row_root, column_root):
+    """The quarters of a tile as they would be of operands that were not scaled; column_root: a pointer to the head's.
 
-    gl.rsqrt would flush a denormal mean to zero.
+    What undoes the scales of a row and a column may have a product that leaves fp32's range where the result does not. The
+    product of the roots never does; multiplied by it twice, a sum leaves the range only where the result does.
     """
-    b_rstd = gl.inline_asm_elementwise("rsqrt.approx.f32 $0, $1;", "=f,f", [b_squares / D + eps], gl.float32, True, 1)
-    return gl.where(i_proj < 2, b_rstd, 1.0)
+    unscaled = ()
+    for i in gl.static_range(4):
+        o_column = QUARTER * i + dealt(gl.arange(0, QUARTER, layout=gl.SliceLayout(0, wgmma_layout(QUARTER))))
+        b_root = b_row_root[:, None] * gl.load(column_root + o_column)[None, :]
+        unscaled += (quarter[i] * b_root * b_root,)
+    return unscaled
+
+
+@gluon.jit
+def sum_of_squares(b):
+    return gl.sum(b * b, axis=1)
+
+
+@gluon.jit
+def row_factor(b_squares, b_row_root, column_root, i_proj, eps, D: gl.constexpr):
+    """What a row of sums of products is multiplied by, and then by column_root and the norm's weight.
+
+    It undoes the scales, and divides by the root mean square, but not for value_states, which are not normalised. b_squares:
+    sums of squares over a head. gl.rsqrt would flush a denormal mean to zero.
+    """
+    b_root = b_row_root * column_root
+    b_mean = b_squares / D * b_root * b_root * b_root * b_root
+    b_rstd = gl.inline_asm_elementwise("rsqrt.approx.f32 $0, $1;", "=f,f", [b_mean + eps], gl.float32, True, 1)
+    return b_row_root * b_root * gl.where(i_proj < 2, b_rstd, 1.0)
 
 
 @gluon.jit
@@ -296,8 +316,8 @@ def result_of(q, k, v, i_proj):
 
 
 @gluon.jit
-def alternated(b, b_rstd, s_norm):
-    """A quarter's two halves, normalised, as IN_ORDER; odd rows of the two have changed places.
+def alternated(b, b_factor, s_norm):
+    """A quarter's two halves as results, IN_ORDER; odd rows of the two have changed places.
 
     A warp stores 64 bytes of each of eight rows at once. Were they the same half of their lines, they would meet in
     the same banks of the L1.
@@ -305,7 +325,7 @@ def alternated(b, b_rstd, s_norm):
     IN_ORDER: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]], [], [16 * WARPS, QUARTER // 2]
     )  # fmt: skip
-    b_out = b * b_rstd[:, None] * s_norm.load(gl.SliceLayout(0, wgmma_layout(QUARTER)))[None, :]
+    b_out = b * b_factor[:, None] * s_norm.load(gl.SliceLayout(0, wgmma_layout(QUARTER)))[None, :]
     # Of a half's 16 places each of four threads has two and two, which follow each other (dealt).
     b_out = b_out.reshape([b.shape[0], 2, 2, 4, 2]).permute((0, 3, 2, 4, 1)).reshape([b.shape[0], QUARTER // 2, 2])
     b_left, b_right = b_out.split()
@@ -386,7 +406,7 @@ def done_before(b_acc, i_x, i_w, j: gl.constexpr, buffers, started, STAGES: gl.c
 
 @gluon.jit
 def multiplying_warps(
-    q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm,
+    q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_norm,
     M, rows, lone, turns, eps,
     HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -401,8 +421,7 @@ def multiplying_warps(
     o_column = dealt(gl.arange(0, D, layout=COLUMNS))
     # Before the first tile comes one beyond the last row, of which nothing is stored.
     out, i_done_row, i_done_head = q, M, gl.to_tensor(0)
-    b_unscale = gl.zeros([BLOCK_M], gl.float32, ROWS)
-    s_unscale.store(gl.zeros([D], gl.float32, COLUMNS))
+    b_root, column_root = gl.zeros([BLOCK_M], gl.float32, ROWS), gl.to_tensor(0.0)
     s_norm.store(gl.zeros([D], gl.float32, COLUMNS))
     b_done = gl.zeros([BLOCK_M, D], gl.float32, wgmma_layout(D))
     quarter = quarters(b_done)
@@ -417,37 +436,38 @@ def multiplying_warps(
             b_acc = queue_products(b_acc, i_x, i_w, 2 * i_piece, buffers, i_piece > 0)
             if i_piece == 0:
                 # What this tile's operands came with can be read now, and is on its way while they are multiplied.
-                b_row_unscale = gl.load(unscale + 3 * HEADS * D + i_row + o_row, mask=i_row + o_row < M, other=0.0)
-                b_w_unscale = gl.load(unscale + i_head * D + o_column)
+                b_row_root = gl.load(unscale + 3 * HEADS * D + i_row + o_row, mask=i_row + o_row < M, other=0.0)
+                b_column_root = gl.load(unscale + i_head * D + o_column)
                 b_norm = norm_of(q_norm_weight, k_norm_weight, i_head // HEADS, o_column)
             if i_piece == 4:
-                b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
+                b_factor = row_factor(b_squares, b_root, column_root, i_done_head // HEADS, eps, D)
             if i_piece >= 4:
-                b_left, b_right = alternated(quarter[i_piece - 4], b_rstd, s_norm.slice(QUARTER * (i_piece - 4), QUARTER))
+                b_left, b_right = alternated(quarter[i_piece - 4], b_factor, s_norm.slice(QUARTER * (i_piece - 4), QUARTER))
                 store_half(b_left, out, i_done_head, i_done_row, M, QUARTER * (i_piece - 4), 0, HEADS, D)
             b_acc, i_x, i_w = done_before(b_acc, i_x, i_w, 2 * i_piece, buffers, started | (i_piece > 0), STAGES)
             b_acc = queue_products(b_acc, i_x, i_w, 2 * i_piece + 1, buffers, True)
             if i_piece < 4:
-                quarter, b_more = unscale_quarter(quarter, i_piece, b_unscale, s_unscale)
-                b_squares += b_more
+                b_squares += sum_of_squares(quarter[i_piece])
             else:
                 store_half(b_right, out, i_done_head, i_done_row, M, QUARTER * (i_piece - 4), 1, HEADS, D)
             b_acc, i_x, i_w = done_before(b_acc, i_x, i_w, 2 * i_piece + 1, buffers, True, STAGES)
-        s_unscale.store(b_w_unscale)
-        b_unscale = b_row_unscale
-        s_norm.store(b_norm)
+        unusual = any_unusual(b_column_root)
+        column_root = gl.where(unusual, 1.0, USUAL_ROOT)
+        s_norm.store(b_norm * column_root)
         b_done = warpgroup_mma_wait(0, deps=[b_acc])
         quarter = quarters(b_done)
+        if unusual:
+            quarter = unscaled(quarter, b_row_root, unscale + i_head * D)
+        b_root = gl.where(unusual, 1.0, b_row_root)
         out, i_done_row, i_done_head = result_of(q, k, v, i_head // HEADS), i_row, i_head
         i_m, i_head, turn = next_place(i_m, i_head, turn, rows, lone, turns, HEADS)
         started = gl.to_tensor(True)
     b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
     for i_quarter in gl.static_range(4):
-        quarter, b_more = unscale_quarter(quarter, i_quarter, b_unscale, s_unscale)
-        b_squares += b_more
-    b_rstd = inverse_rms(b_squares, i_done_head // HEADS, eps, D)
+        b_squares += sum_of_squares(quarter[i_quarter])
+    b_factor = row_factor(b_squares, b_root, column_root, i_done_head // HEADS, eps, D)
     for i_quarter in gl.static_range(4):
-        b_left, b_right = alternated(quarter[i_quarter], b_rstd, s_norm.slice(QUARTER * i_quarter, QUARTER))
+        b_left, b_right = alternated(quarter[i_quarter], b_factor, s_norm.slice(QUARTER * i_quarter, QUARTER))
         store_half(b_left, out, i_done_head, i_done_row, M, QUARTER * i_quarter, 0, HEADS, D)
         store_half(b_right, out, i_done_head, i_done_row, M, QUARTER * i_quarter, 1, HEADS, D)
 
@@ -505,7 +525,6 @@ def persistent_kernel(
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     s_w = gl.allocate_shared_memory(gl.float16, [weight_buffers(STAGES), D, BLOCK_K], x_desc.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    s_unscale = gl.allocate_shared_memory(gl.float32, [D], PLAIN)
     s_norm = gl.allocate_shared_memory(gl.float32, [D], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
@@ -516,7 +535,7 @@ def persistent_kernel(
     buffers = (s_x, s_w, full, done)
     # Each of these waits for the first launch by itself, once it has set up what it can without.
     gl.warp_specialize([
-        (multiplying_warps, (q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_unscale, s_norm, M, rows, lone, turns, eps, HEADS, D, BLOCK_M, STAGES)),
+        (multiplying_warps, (q, k, v, buffers, unscale, q_norm_weight, k_norm_weight, s_norm, M, rows, lone, turns, eps, HEADS, D, BLOCK_M, STAGES)),
         (fetching_warp, (x_desc, w_desc, buffers, counter, M, first_rows, rows, lone, turns, HEADS, D, BLOCK_M, BLOCK_K, STAGES)),
         (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M, 0)),
         (casting_warp, (x, cast, unscale, counter, M, first_rows, K, 3 * HEADS * D, BLOCK_M, 1)),
