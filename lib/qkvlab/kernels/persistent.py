@@ -420,16 +420,15 @@ def multiplying_warps(
     o_row = gl.arange(0, BLOCK_M, layout=ROWS)
     o_column = dealt(gl.arange(0, D, layout=COLUMNS))
     # Before the first tile comes one beyond the last row, of which nothing is stored.
-    out, i_done_row, i_done_head = q, M, gl.to_tensor(0)
+    i_done_row, i_done_head = M, gl.to_tensor(0)
     b_root, column_root = gl.zeros([BLOCK_M], gl.float32, ROWS), gl.to_tensor(0.0)
     s_norm.store(gl.zeros([D], gl.float32, COLUMNS))
     b_done = gl.zeros([BLOCK_M, D], gl.float32, wgmma_layout(D))
     quarter = quarters(b_done)
-    i_x, i_w, started = gl.to_tensor(0), gl.to_tensor(weight_buffers(STAGES) - 1), gl.to_tensor(False)
+    i_x, i_w, started = gl.to_tensor(0), gl.to_tensor(kept_steps(STAGES) - 1), gl.to_tensor(False)
     gdc_wait()
     while some & (i_m < tiles_m):
         i_row = i_m * BLOCK_M
-        i_w = gl.where(started & one_head, i_w, skipped(i_w, kept_steps(STAGES), STAGES))
         b_acc = warpgroup_mma_init(b_done)
         b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
         for i_piece in gl.static_range(STEPS // 2):
@@ -440,6 +439,7 @@ def multiplying_warps(
                 b_column_root = gl.load(unscale + i_head * D + o_column)
                 b_norm = norm_of(q_norm_weight, k_norm_weight, i_head // HEADS, o_column)
             if i_piece == 4:
+                out = result_of(q, k, v, i_done_head // HEADS)
                 b_factor = row_factor(b_squares, b_root, column_root, i_done_head // HEADS, eps, D)
             if i_piece >= 4:
                 b_left, b_right = alternated(quarter[i_piece - 4], b_factor, s_norm.slice(QUARTER * (i_piece - 4), QUARTER))
@@ -454,17 +454,20 @@ def multiplying_warps(
         unusual = any_unusual(b_column_root)
         column_root = gl.where(unusual, 1.0, USUAL_ROOT)
         s_norm.store(b_norm * column_root)
+        b_root = gl.where(unusual, 1.0, b_row_root)
+        i_done_row, i_done_head = i_row, i_head
+        i_m, i_head, turn = next_place(i_m, i_head, turn, rows, lone, turns, HEADS)
+        i_w = gl.where(one_head, i_w, skipped(i_w, kept_steps(STAGES), STAGES))
+        started = gl.to_tensor(True)
+        # The tensor cores idle from here on, until the next tile's first products are queued.
         b_done = warpgroup_mma_wait(0, deps=[b_acc])
         quarter = quarters(b_done)
         if unusual:
-            quarter = unscaled(quarter, b_row_root, unscale + i_head * D)
-        b_root = gl.where(unusual, 1.0, b_row_root)
-        out, i_done_row, i_done_head = result_of(q, k, v, i_head // HEADS), i_row, i_head
-        i_m, i_head, turn = next_place(i_m, i_head, turn, rows, lone, turns, HEADS)
-        started = gl.to_tensor(True)
+            quarter = unscaled(quarter, b_row_root, unscale + i_done_head * D)
     b_squares = gl.zeros([BLOCK_M], gl.float32, ROWS)
     for i_quarter in gl.static_range(4):
         b_squares += sum_of_squares(quarter[i_quarter])
+    out = result_of(q, k, v, i_done_head // HEADS)
     b_factor = row_factor(b_squares, b_root, column_root, i_done_head // HEADS, eps, D)
     for i_quarter in gl.static_range(4):
         b_left, b_right = alternated(quarter[i_quarter], b_factor, s_norm.slice(QUARTER * i_quarter, QUARTER))
