@@ -14,11 +14,11 @@ from .launch import Config, tiles_per_sm
 
 
 def heuristic(M, device):
-    """M, torch.device -> Config of tiles of 64 tokens, one, two or three to a multiprocessor; each buffer holds high and low.
+    """M, torch.device -> Config of tiles of 64 tokens, one, two or three to a multiprocessor of Hopper; each buffer holds high and low.
 
     On an H200 (2026-12-01, Triton 3.7.1, CUPTI medians): at M = 128, one to a multiprocessor, three buffers of 64 columns take
     22.8 µs, two 30.8; at 512, two to one, 38.0 and 32.6; at 6184, three to one, three buffers of 32 columns take 224, two of 64
-    248. Tiles of 128 tokens take longer at each. In the interpreter as pair.
+    248. Tiles of 128 tokens take longer at 128, 512 and 1024. In the interpreter as pair.
     """
     if device.type == "cpu":
         return pair.heuristic(M, device)

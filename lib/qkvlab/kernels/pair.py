@@ -31,9 +31,10 @@ TWO_A_MULTIPROCESSOR = Config(BLOCK_M=128, BLOCK_K=64, num_warps=8, num_stages=3
 def heuristic(M, device):
     """M, torch.device -> the smallest tile of the ladder that has every tile running at once; beyond, two CTAs a multiprocessor.
 
-    With buffers that leave no room for a second CTA where one is enough: those with room double up while others stand idle. On an
-    H200 (2026-12-01, Triton 3.7.1, CUPTI medians): at M = 128 six buffers take 14.5 µs, three 19.5; at 512 tiles of 128 take
-    18.5 with four buffers, 23.7 with three, and at 2048, two to a multiprocessor, 35.6 with three. In the interpreter the largest.
+    With buffers that leave no room for a second CTA where one is enough: two would share a multiprocessor, presumably, while others
+    stand idle. On an H200 (2026-12-01, Triton 3.7.1, CUPTI medians): at M = 128 six buffers take 14.5 µs, three 19.5; at 512 tiles
+    of 128 take 18.5 with four buffers, 23.7 with three, and at 2048, two to a multiprocessor, 35.6 with three. In the interpreter
+    the largest.
     """
     if device.type == "cpu":
         return Config(BLOCK_M=128, BLOCK_K=256, num_warps=4, num_stages=1)
@@ -145,7 +146,7 @@ def cast_and_multiply(inputs, out, config, *, low):
     cast = states.new_empty((1 + low) * (WEIGHT_ROWS + M), HIDDEN_SIZE, dtype=torch.float16)
     unscale = states.new_empty(WEIGHT_ROWS + M)
     cast_rows = 256 if states.device.type == "cpu" else 4  # the interpreter's time goes with the number of programs
-    # Programmatic dependent launch: the second grid is set up while the first runs, and waits for it inside.
+    # Programmatic dependent launch, but in the interpreter: the second grid is set up while the first runs, and waits inside.
     pdl = capability(states.device) is not None
     first = partial(
         prepare, cast_kernel, (triton.cdiv(WEIGHT_ROWS + M, cast_rows),),
