@@ -5,10 +5,10 @@ launch, queued behind it by programmatic dependent launch, has one CTA on each m
 one fetches tiles by TMA, eight (two warpgroups) multiply 128 x 128, two cast the rows of hidden_states beyond those,
 if there are any, before their turn comes. There are two sets of accumulators: while the tensor cores fill one, the warps
 finish the other: they sum squares in four pieces, every second step of K, then normalise and store in eight, one a step, so
-that stores are spread over the second half of a tile's time. Each instruction of this counts: a multiplication less for every
-element is half a microsecond at M = 4096. So weights of usual size all have the same scale, and what undoes the scales is one
-factor a row, and part of the norm's weight for a column. Results leave from registers, 16 bytes a
-thread: a tensor map deals the columns so that a thread has neighbours.
+that stores are spread over the second half of a tile's time. Each instruction of it counts: three multiplications less for
+every element are a microsecond at M = 4096. So weights of usual size all have one scale, and what undoes the scales goes with
+a row's root mean square and a column's norm weight. Results leave from registers, 16 bytes a thread: a tensor map deals the
+columns so that a thread has neighbours.
 
 Fewer bytes for the same products make large M faster. So all but a few CTAs stay with one head, and go through K forth in one
 tile and back in the next: the weights of the last steps are the first of the next tile, and are still there. No more CTAs
@@ -269,12 +269,12 @@ def unscaled(quarter, b_row_root, column_root):
     What undoes the scales of a row and a column may have a product that leaves fp32's range where the result does not. The
     product of the roots never does; multiplied by it twice, a sum leaves the range only where the result does.
     """
-    unscaled = ()
+    b_quarters = ()
     for i in gl.static_range(4):
         o_column = QUARTER * i + dealt(gl.arange(0, QUARTER, layout=gl.SliceLayout(0, wgmma_layout(QUARTER))))
         b_root = b_row_root[:, None] * gl.load(column_root + o_column)[None, :]
-        unscaled += (quarter[i] * b_root * b_root,)
-    return unscaled
+        b_quarters += (quarter[i] * b_root * b_root,)
+    return b_quarters
 
 
 @gluon.jit
