@@ -74,7 +74,7 @@ def test_any_two_scales(impl, states, weights, device):
 
 
 @stages
-@pytest.mark.parametrize("size", [2.0**-11, 2.0**5])
+@pytest.mark.parametrize("size", [2.0**-8, 2.0])
 def test_rows_of_weights_of_either_side_of_a_size(impl, size, device):
     """persistent has one scale for all rows of weights whose largest element is between these, and others for the others."""
     inputs = qkvlab.make_inputs(1, 6, device=device, seed=4)

@@ -105,9 +105,9 @@ def compare(kernel, x, weight, eps=1e-6):
 
 
 @pytest.mark.parametrize("states", [1e-30, 1e-10, 1.0, 1e6, 1e15])
-@pytest.mark.parametrize("weights", [2.0**-8, 2.0**-7, 1.0, 2.0**8, 2.0**9])
+@pytest.mark.parametrize("weights", [2.0**-6, 2.0**-5, 1.0, 2.0**4, 2.0**5])
 def test_any_size_of_states_and_weights(kernel, head, states, weights):
-    """2^-11 and 2^5, where weights stop being of usual size, are on the way."""
+    """2^-8 and 2, where weights stop being of usual size, are on the way."""
     compare(kernel, head[0] * np.float32(states), head[1] * np.float32(weights))
 
 
@@ -119,10 +119,10 @@ def test_sizes_whose_product_leaves_the_range(kernel, head, states, weights):
 def test_the_bounds_of_usual_size(kernel):
     rows = np.zeros((8, K), np.float32)
     rows[:, 3] = (
-        2.0**-11,
-        np.nextafter(np.float32(2.0**-11), 0),
-        2.0**5,
-        np.nextafter(np.float32(2.0**5), 0),
+        2.0**-8,
+        np.nextafter(np.float32(2.0**-8), 0),
+        2.0,
+        np.nextafter(np.float32(2.0), 0),
         0.03,
         0.0,
         1e-38,
@@ -150,3 +150,12 @@ def test_rows_of_every_size_beside_each_other(kernel, head):
 
 def test_small_projections_without_eps(kernel, head):
     compare(kernel, head[0] * np.float32(1e-17), head[1], eps=0.0)
+
+
+@pytest.mark.parametrize("ratio", [1e4, 1e7])
+def test_channels_out_of_proportion(kernel, head, ratio):
+    """Large elements of states that meet small ones of weights: the small ones need their bits."""
+    x, weight = head
+    x[:, ::2] *= np.float32(ratio)
+    weight[:, ::2] /= np.float32(ratio)
+    compare(kernel, x, weight)

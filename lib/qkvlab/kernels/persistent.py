@@ -51,7 +51,7 @@ CASTING_ROWS = gl.constexpr(2)  # that a casting warp takes at a time: a row is 
 BUFFERS = gl.constexpr(14)  # of 16 KiB, in all: they fill the shared memory
 STEPS = gl.constexpr(16)  # of a tile: one takes BLOCK_K columns of K
 BARRIERS = gl.constexpr(8)  # of each kind, for the steps in turn: a tile goes round twice
-USUAL_ROOT = gl.constexpr(2.0**-5)  # of what undoes the scale of weights of usual size: see store_cast
+USUAL_ROOT = gl.constexpr(2.0**-7)  # of what undoes the scale of weights of usual size: see store_cast
 QUARTER = gl.constexpr(32)  # of the columns of a head, which the epilogue takes at a time
 
 
@@ -82,16 +82,16 @@ def load_rows(source, i_row, end, K: gl.constexpr, ROWS: gl.constexpr, EVICTION:
 def store_cast(b_row, cast, unscale, i_row, end, weights):
     """Store b_row [ROWS, K] as rows i_row... of cast [..., K] fp16, scaled, and in unscale [...] fp32 the root of what undoes that; none from row `end` on.
 
-    A row of `weights` whose largest element is between 2^-11 and 2^5 is scaled by 2^10, as all such rows. Any other row is scaled
-    by a power of four, until its largest element is between 2^13 and 2^15, or by 2^126 at most. An element 2^38 times smaller
-    than that (of the usual weights: below 2^-35) becomes 0, and NaN where it meets an inf of the other operand. An inf counts as
-    2^128: it stays inf, and the small elements of its row become 0.
+    A row of `weights` whose largest element is between 2^-8 and 2 is scaled by 2^14, as all such rows. Any other row is scaled
+    by a power of four, until its largest element is between 2^13 and 2^15, or by 2^126 at most. Below 2^-27 of that an element
+    loses bits (of the usual weights: below 2^-28). At 2^-38 (below 2^-39) it becomes 0, and NaN where it meets an inf of the
+    other operand. An inf counts as 2^128: it stays inf, and the small elements of its row become 0.
     """
     o_row = i_row + gl.arange(0, b_row.shape[0], layout=gl.SliceLayout(1, row_layout(gl.num_warps())))
     o_k = gl.arange(0, b_row.shape[1], layout=gl.SliceLayout(0, row_layout(gl.num_warps())))
     b_exponent = gl.max(gl.abs(b_row), axis=1).to(gl.int32, bitcast=True) >> 23
-    b_usual = weights & (b_exponent >= 127 - 11) & (b_exponent < 127 + 5)
-    b_root_exponent = gl.where(b_usual, 127 - 5, (gl.maximum(b_exponent, 15) + 114) >> 1)
+    b_usual = weights & (b_exponent >= 127 - 8) & (b_exponent < 127 + 1)
+    b_root_exponent = gl.where(b_usual, 127 - 7, (gl.maximum(b_exponent, 15) + 114) >> 1)
     b_scaled = b_row * ((381 - 2 * b_root_exponent) << 23).to(gl.float32, bitcast=True)[:, None]
     gl.store(
         cast + o_row.to(gl.int64)[:, None] * b_row.shape[1] + o_k[None, :], b_scaled.to(gl.float16), mask=(o_row < end)[:, None]
